@@ -1,0 +1,10 @@
+"""tilecrew: fused GPU kernels for models that mix Gated DeltaNet layers with mixture-of-experts layers.
+
+Importing has no side effect on the device and needs no GPU.
+"""
+
+from tilecrew.gated_delta_rule.api import chunk_gated_delta_rule as chunk_gated_delta_rule
+from tilecrew.gated_delta_rule.api import explain_chunk_gated_delta_rule as explain_chunk_gated_delta_rule
+from tilecrew.gated_delta_rule.api import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
+
+__version__ = "0.1.0"
