@@ -1,0 +1,56 @@
+"""What every test gets: skips that say what is missing, a fixed seed, NaN in uninitialised GPU memory, the GPU record."""
+
+import pytest
+import torch
+
+from tests import gpu_record
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    gpu_record.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    gpu_record.register(config)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("gpu") and num_devices < 1:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device, or a torch without CUDA"))
+        if item.get_closest_marker("multi_gpu") and num_devices < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {num_devices}"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, torch.empty and its kin give NaN, so that an output that a kernel forgets to write fails its test.
+
+    Torch's own switch for this works only with deterministic algorithms, which would change what is tested.
+    """
+    if request.node.get_closest_marker("gpu") is None and request.node.get_closest_marker("multi_gpu") is None:
+        return
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, _filled_with_nan(getattr(owner, name)))
+
+
+def _filled_with_nan(allocate):
+    def allocate_nan(*arguments, **options):
+        tensor = allocate(*arguments, **options)
+        if tensor.is_cuda and tensor.is_floating_point() and not torch.cuda.is_current_stream_capturing():
+            tensor.fill_(float("nan"))
+        return tensor
+
+    return allocate_nan

@@ -1,0 +1,201 @@
+"""Problem and hardware -> Schedule: which implementation a call uses, its tile sizes, and why. Pure Python on ints and
+strings.
+
+Implementations of the chunked forward:
+    roles      warp-specialised kernel for Hopper (compute capability 9.0)
+    portable   plain Triton, every GPU that Triton compiles for
+    chunked    batched torch, every device and dtype, and the one with gradients
+Implementations of decode:
+    recurrent  plain Triton
+    torch      the same recurrence in torch, every device and dtype, and the one with gradients
+"""
+
+from dataclasses import dataclass
+
+from tilecrew._hardware import Hardware
+
+IMPLEMENTATIONS = ("roles", "portable", "chunked")
+RECURRENT_IMPLEMENTATIONS = ("recurrent", "torch")
+DIFFERENTIABLE = ("chunked", "torch")
+NO_BACKWARD = "the kernel has no backward, and an input requires a gradient"
+CHUNK_SIZES = (16, 32, 64)
+MAX_KERNEL_DIM = 256
+HALF_DTYPES = ("bfloat16", "float16")
+KERNEL_DTYPES = (*HALF_DTYPES, "float32")
+
+ROLES_DIM = 128
+ROLES_CHUNK_SIZE = 64
+ROLES_MAX_GATES = 2**31
+# Time of one chunk in one CTA relative to block_v = 128, measured on an H200: narrower blocks repeat the work on keys.
+ROLES_CHUNK_TIME = {128: 1.0, 64: 0.70, 32: 0.58}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a schedule may depend on: sizes known on the host, never values on the device.
+
+    Sizes: batch B, num_tokens T, num_sequences N, num_heads H, num_value_heads HV, key_dim K, value_dim V.
+    dtype                of q, k, v, as torch prints it without its prefix
+    is_aligned           base addresses and strides of q, k, v are multiples of 16 bytes, as TMA descriptors need them
+    requires_gradient    an input of the call needs a gradient
+    """
+
+    batch: int
+    num_tokens: int
+    num_sequences: int
+    num_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    chunk_size: int = 64
+    is_aligned: bool = True
+    requires_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The choice: implementation, values per block (one of V's blocks is one CTA), tokens per chunk, and the reason in
+    words."""
+
+    implementation: str
+    block_v: int
+    chunk_size: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation}, V block {self.block_v}, chunk {self.chunk_size}: {self.reason}"
+
+
+def supports(implementation: str, problem: Problem, hardware: Hardware) -> str | None:
+    """None where the implementation can run the problem on the hardware, else the reason why it cannot."""
+    if implementation in DIFFERENTIABLE:
+        return None
+    if problem.requires_gradient:
+        return NO_BACKWARD
+    if implementation == "roles":
+        return _roles_limit(problem, hardware)
+    return _triton_limit(problem, hardware)
+
+
+def require_known(implementation: str | None, known: tuple[str, ...]) -> None:
+    """Raises ValueError unless `implementation` is None or a known name."""
+    if implementation is not None and implementation not in known:
+        raise ValueError(f"implementation must be None or one of {', '.join(known)}, got {implementation!r}")
+
+
+def require_differentiable(implementation: str | None) -> None:
+    """Raises ValueError where a kernel without a backward is forced although an input requires a gradient."""
+    if implementation not in (None, *DIFFERENTIABLE):
+        raise ValueError(f"implementation={implementation!r} cannot run: {NO_BACKWARD}")
+
+
+def pick(problem: Problem, hardware: Hardware, implementation: str | None = None) -> Schedule:
+    """The Schedule of a chunked forward; `implementation` forces one.
+
+    Raises ValueError with the limit where the forced implementation cannot run the problem.
+    """
+    if implementation is not None:
+        require_known(implementation, IMPLEMENTATIONS)
+        return _schedule(implementation, problem, hardware, _forced(implementation, problem, hardware))
+    if problem.requires_gradient:
+        reason = "an input requires a gradient, and the differentiable chunked torch path is the one with a backward"
+        return _schedule("chunked", problem, hardware, reason)
+    roles_limit = supports("roles", problem, hardware)
+    if roles_limit is None:
+        return _schedule("roles", problem, hardware, f"the fastest kernel on {hardware.name}")
+    portable_limit = supports("portable", problem, hardware)
+    if portable_limit is None:
+        return _schedule("portable", problem, hardware, f"roles cannot run: {roles_limit}")
+    return _schedule("chunked", problem, hardware, f"no kernel can run: {portable_limit}")
+
+
+def pick_recurrent(problem: Problem, hardware: Hardware, implementation: str | None = None) -> Schedule:
+    """The Schedule of a decode call, a "chunk" being one token; `implementation` forces one, with pick's error."""
+    if implementation is not None:
+        require_known(implementation, RECURRENT_IMPLEMENTATIONS)
+        return Schedule(implementation, problem.value_dim, 1, _forced(implementation, problem, hardware))
+    limit = supports("recurrent", problem, hardware)
+    if limit is None:
+        return Schedule("recurrent", problem.value_dim, 1, f"the decode kernel runs on {hardware.name}")
+    return Schedule("torch", problem.value_dim, 1, f"the decode kernel cannot run: {limit}")
+
+
+def roles_block_v(problem: Problem, num_sms: int) -> int:
+    """The block of V with the least waves x time per chunk, one CTA per SM; the widest of equals, which reads the
+    least."""
+
+    def cost(block_v: int) -> float:
+        num_ctas = problem.num_sequences * problem.num_value_heads * (ROLES_DIM // block_v)
+        num_waves = max(1, -(-num_ctas // num_sms))
+        return num_waves * ROLES_CHUNK_TIME[block_v]
+
+    return min(ROLES_CHUNK_TIME, key=cost)
+
+
+def _forced(implementation: str, problem: Problem, hardware: Hardware) -> str:
+    limit = supports(implementation, problem, hardware)
+    if limit is not None:
+        raise ValueError(f"implementation={implementation!r} cannot run: {limit}")
+    return "asked for by implementation="
+
+
+def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason: str) -> Schedule:
+    if implementation == "roles":
+        block_v = roles_block_v(problem, hardware.num_sms)
+        num_ctas = problem.num_sequences * problem.num_value_heads * (ROLES_DIM // block_v)
+        reason = f"{reason}; {num_ctas} CTAs of {block_v} values on {hardware.num_sms} SMs"
+        return Schedule(implementation, block_v, ROLES_CHUNK_SIZE, reason)
+    if implementation == "portable":
+        return Schedule(implementation, _portable_block_v(problem), problem.chunk_size, reason)
+    return Schedule(implementation, problem.value_dim, problem.chunk_size, reason)
+
+
+def _portable_block_v(problem: Problem) -> int:
+    """At most 64 values of 2 bytes or 32 of 4 a block, so that the float32 state of K <= 256 rows stays in
+    registers."""
+    widest = 64 if problem.dtype in HALF_DTYPES else 32
+    block_v = 16
+    while block_v < min(widest, problem.value_dim):
+        block_v *= 2
+    return block_v
+
+
+def _roles_limit(problem: Problem, hardware: Hardware) -> str | None:
+    if hardware.backend != "cuda" or hardware.capability != (9, 0):
+        return f"it needs compute capability 9.0 (Hopper), the device is {_describe(hardware)}"
+    if not hardware.has_triton:
+        return "Triton is not installed"
+    if problem.dtype not in HALF_DTYPES:
+        return f"it needs bfloat16 or float16, q is {problem.dtype}"
+    if (problem.key_dim, problem.value_dim) != (ROLES_DIM, ROLES_DIM):
+        return f"it needs K = V = {ROLES_DIM}, got K = {problem.key_dim}, V = {problem.value_dim}"
+    if problem.chunk_size != ROLES_CHUNK_SIZE:
+        return f"it needs chunk_size {ROLES_CHUNK_SIZE}, got {problem.chunk_size}"
+    if not problem.is_aligned:
+        return "base addresses and strides of q, k, v must be multiples of 16 bytes"
+    num_gates = problem.batch * problem.num_tokens * problem.num_value_heads
+    if num_gates >= ROLES_MAX_GATES:
+        return f"B * T * HV must be below 2**31, got {num_gates}"
+    return None
+
+
+def _triton_limit(problem: Problem, hardware: Hardware) -> str | None:
+    """Limits of the kernels in plain Triton: portable and recurrent."""
+    if hardware.device_type in ("cpu", "meta", "mps"):
+        return f"Triton has no compiler for {hardware.device_type} tensors"
+    if not hardware.has_triton:
+        return "Triton is not installed"
+    if hardware.backend == "cuda" and hardware.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, the device is {_describe(hardware)}"
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"it needs {', '.join(KERNEL_DTYPES)}, q is {problem.dtype}"
+    if max(problem.key_dim, problem.value_dim) > MAX_KERNEL_DIM:
+        return f"it needs K and V up to {MAX_KERNEL_DIM}, got K = {problem.key_dim}, V = {problem.value_dim}"
+    return None
+
+
+def _describe(hardware: Hardware) -> str:
+    if hardware.backend != "cuda":
+        return hardware.name or hardware.backend
+    return f"{hardware.name} with {hardware.capability[0]}.{hardware.capability[1]}"
