@@ -1,4 +1,4 @@
-"""What every test gets: skips that say what is missing, a fixed seed, NaN in uninitialised GPU memory, the GPU record."""
+"""What every test gets: skips that say what is missing, a seed, NaN in uninitialised GPU memory; and the GPU record."""
 
 import pytest
 import torch

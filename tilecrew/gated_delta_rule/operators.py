@@ -23,7 +23,7 @@ LIBRARY = torch.library.Library("tilecrew", "FRAGMENT")
 FIELDS = tuple(field.name for field in dataclasses.fields(ForwardArguments))
 TMA_ALIGNMENT = 16
 
-_SCHEMA_TYPES = {
+_SCHEMA_TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
     float: "float",

@@ -70,7 +70,7 @@ def normalised(arguments: RecurrentArguments) -> RecurrentArguments:
         state = state.to(final_state_dtype(arguments))
         if not checks.has_contiguous_rows(state):
             state = state.contiguous()
-    changed = {name: _last_contiguous(getattr(arguments, name)) for name in ("gk", "gv", "beta")}
+    changed: dict[str, Any] = {name: _last_contiguous(getattr(arguments, name)) for name in ("gk", "gv", "beta")}
     return dataclasses.replace(arguments, initial_state=state, **changed)
 
 
