@@ -222,10 +222,13 @@ def recurrent_kernel(
         store_output(o, value, sequence, head, first_value, config)
     else:
         if cu_seqlens is None:
-            batch, first, last = sequence, 0, num_tokens
+            batch = sequence
             batch_row = sequence * num_tokens
+            first = tl.zeros([], tl.int64)
+            last = first + num_tokens
         else:
-            batch, batch_row = 0, 0
+            batch = tl.zeros([], tl.int64)
+            batch_row = batch
             first = tl.load(cu_seqlens + sequence).to(tl.int64)
             last = tl.load(cu_seqlens + sequence + 1, mask=sequence < num_sequences, other=num_tokens).to(tl.int64)
         live_end = tl.where(is_live, last, first)
@@ -320,10 +323,10 @@ def load_row(x, stride, batch, token, head, first, BLOCK: tl.constexpr, SIZE: tl
 
 @triton.jit
 def store_output(o, value, row, head, first_value, config: tl.constexpr):
-    """Stores o[row, head, first_value : first_value + BLOCK_V]; o is contiguous, row counts tokens over the batch."""
+    """Stores o[row, head, first_value : first_value + BLOCK_V]; o is contiguous, row (int64) counts tokens over the batch."""
     BLOCK_V: tl.constexpr = config.BLOCK_V
     offsets = first_value + tl.arange(0, BLOCK_V)
-    pointers = o + (row.to(tl.int64) * config.HV + head) * config.V + offsets
+    pointers = o + (row * config.HV + head) * config.V + offsets
     tl.store(pointers, value.to(o.dtype.element_ty), mask=offsets < config.V)
 
 

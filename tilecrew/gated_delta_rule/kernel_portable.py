@@ -1,0 +1,264 @@
+"""The chunked forward in plain Triton, for every GPU that Triton compiles for: host side, and the second of its two kernels.
+
+Computes stages (4) to (7) of README.md, from A_g, P_g and g of `kernel_portable_prepare`, per chunk:
+
+    (4) U = K S,  W = V - gamma * U          (5) V_d = A_g W,  V' = e^(g_C - g) * V_d
+    (6) O = scale * gamma * (Q S) + P_g V_d  (7) S <- gamma_C S + K^T V'
+
+Programs: one per (sequence, value head, block of V), block fastest, flattened into grid.x; with cu_seqlens one more
+"sequence" of programs, which zeroes the output rows behind the last sequence. Columns of S never meet, so programs share
+nothing, and each walks its sequence from chunk to chunk.
+
+Buffers: S [K, BLOCK_V] stays in registers in float32 for the whole sequence; operands of products are rounded to q's dtype.
+
+Per chunk: store h -> load k, v, q, A_g, P_g, g -> (4) -> (5) -> (6), store o -> (7). After the last: store the final state.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
+from tilecrew.gated_delta_rule.kernel_portable_prepare import (
+    Config,
+    Inputs,
+    Strides,
+    Workspace,
+    load_tile,
+    offset_of,
+    prepare_kernel,
+    scaled_rows,
+)
+from tilecrew.gated_delta_rule.schedule import Schedule
+
+
+class States(NamedTuple):
+    """Pointers to the initial and the final state [N, HV, K, V] ([N, HV, V, K]) in float32 and to h; None where absent."""
+
+    initial: Any
+    final: Any
+    h: Any
+
+
+def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
+    """o, final state and h, see ForwardResult. No host synchronisation. K and V up to 256, float16, bfloat16 or float32."""
+    result = _empty_result(arguments)
+    num_slots, num_value_heads = arguments.num_slots, arguments.v.shape[2]
+    chunk_size, dtype, device = arguments.chunk_size, arguments.q.dtype, arguments.q.device
+    square = (num_slots, num_value_heads, chunk_size, chunk_size)
+    workspace = Workspace(
+        A_g=torch.empty(square, dtype=dtype, device=device),
+        P_g=torch.empty(square, dtype=dtype, device=device),
+        rows=torch.empty(num_slots, num_value_heads, 3, chunk_size, dtype=torch.float32, device=device),
+    )
+    config, launch = make_config(arguments, schedule)
+    if num_slots * num_value_heads > 0:
+        prepare_kernel[(num_slots * num_value_heads,)](
+            workspace, result.h, *shared_arguments(arguments), config, num_warps=launch.prepare_warps, num_stages=1
+        )
+    has_tail = arguments.cu_seqlens is not None
+    num_programs = (arguments.num_sequences + has_tail) * num_value_heads * -(-config.V // config.BLOCK_V)
+    if num_programs > 0:
+        states = States(arguments.initial_state, result.final_state, result.h)
+        forward_kernel[(num_programs,)](
+            result.o,
+            workspace,
+            states,
+            *shared_arguments(arguments),
+            config,
+            num_warps=launch.forward_warps,
+            num_stages=launch.forward_stages,
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Warps and pipeline stages of the two kernels."""
+
+    prepare_warps: int
+    forward_warps: int
+    forward_stages: int
+
+
+def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config, Launch]:
+    """What the kernels are compiled for, and how they are launched."""
+    num_heads, key_dim = arguments.q.shape[2:]
+    num_value_heads, value_dim = arguments.v.shape[2:]
+    is_half = arguments.q.dtype != torch.float32
+    block_k = max(16, triton.next_power_of_2(key_dim))
+    config = Config(
+        H=num_heads,
+        HV=num_value_heads,
+        K=key_dim,
+        V=value_dim,
+        C=arguments.chunk_size,
+        BLOCK_K=block_k,
+        BLOCK_V=schedule.block_v,
+        V_FIRST=arguments.state_v_first,
+        USE_L2NORM=arguments.use_qk_l2norm,
+        USE_BETA_SIGMOID=arguments.use_beta_sigmoid,
+        ALLOW_NEG_EIGVAL=arguments.allow_neg_eigval,
+        DOT_PRECISION="ieee",
+        INVERSE_PRECISION="tf32x3" if is_half and torch.version.hip is None else "ieee",
+        NUM_STAGES=1,
+    )
+    return config, Launch(prepare_warps=4, forward_warps=4 if block_k * schedule.block_v <= 8192 else 8, forward_stages=1)
+
+
+def shared_arguments(arguments: ForwardArguments) -> tuple:
+    """The arguments that both kernels take before their config."""
+    inputs = Inputs(
+        arguments.q, arguments.k, arguments.v, arguments.g, arguments.beta, arguments.A_log, arguments.dt_bias
+    )
+    strides = Strides(*(leading_strides(x) for x in inputs[: len(Strides._fields)]))
+    num_tokens = arguments.q.shape[1]
+    return inputs, strides, arguments.cu_seqlens, float(arguments.scale), arguments.num_sequences, num_tokens
+
+
+def leading_strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of the first three dimensions; 0 where a dimension has one element, whose stride may be anything and would
+    only make the compiler see one more case."""
+    batch, token, head = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return (batch, token, head)
+
+
+def _empty_result(arguments: ForwardArguments) -> ForwardResult:
+    batch, _, num_value_heads, value_dim = arguments.v.shape
+    key_dim, device = arguments.q.shape[-1], arguments.q.device
+    final_state = h = None
+    if arguments.output_final_state:
+        tile = (value_dim, key_dim) if arguments.state_v_first else (key_dim, value_dim)
+        shape = (arguments.num_sequences, num_value_heads, *tile)
+        final_state = torch.empty(shape, dtype=torch.float32, device=device)
+    if arguments.output_h:
+        slots_per_row = arguments.num_slots // batch if batch else 0
+        shape = (batch, slots_per_row, num_value_heads, key_dim, value_dim)
+        h = torch.empty(shape, dtype=arguments.q.dtype, device=device)
+    o = torch.empty(arguments.v.shape, dtype=arguments.q.dtype, device=device)
+    return ForwardResult(o=o, final_state=final_state, h=h)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
+def forward_kernel(
+    o, workspace, states, inputs, strides, cu_seqlens, scale, num_sequences, num_tokens, config: tl.constexpr
+):
+    """One sequence, value head and block of V: every chunk, then the final state."""
+    C: tl.constexpr = config.C
+    NUM_V_BLOCKS: tl.constexpr = (config.V + config.BLOCK_V - 1) // config.BLOCK_V
+    program = tl.program_id(0)
+    first_value = (program % NUM_V_BLOCKS) * config.BLOCK_V
+    head = (program // NUM_V_BLOCKS) % config.HV
+    sequence = (program // (NUM_V_BLOCKS * config.HV)).to(tl.int64)
+
+    # rows of the flattened batch: batch_row + start ... batch_row + end
+    if cu_seqlens is None:
+        batch = sequence
+        batch_row = sequence * num_tokens
+        start = tl.zeros([], tl.int64)
+        end = start + num_tokens
+        first_slot = sequence * ((num_tokens + C - 1) // C)
+    else:
+        batch = tl.zeros([], tl.int64)
+        batch_row = batch
+        start = tl.load(cu_seqlens + sequence).to(tl.int64)
+        end = tl.load(cu_seqlens + sequence + 1, mask=sequence < num_sequences, other=num_tokens).to(tl.int64)
+        first_slot = start // C + sequence
+        if sequence == num_sequences:
+            for first in range(start, end, C):
+                zeros = tl.zeros([C, config.BLOCK_V], tl.float32)
+                store_output(o, zeros, first, end - first, head, first_value, config)
+            return
+
+    S = load_state(states, sequence, head, first_value, config)
+    num_chunks = (end - start + C - 1) // C
+    for chunk in tl.range(0, num_chunks.to(tl.int32), num_stages=config.NUM_STAGES):
+        first = start + chunk * C
+        slot_head = (first_slot + chunk) * config.HV + head
+        if states.h is not None:
+            store_h(states.h, S, slot_head, first_value, config)
+        S, O = chunk_step(
+            S, workspace, inputs, strides, batch, first, end - first, slot_head, head, first_value, scale, config
+        )
+        store_output(o, O, batch_row + first, end - first, head, first_value, config)
+    if states.final is not None:
+        tile, exists = state_tile(sequence, head, first_value, config)
+        tl.store(states.final + tile, S, mask=exists)
+
+
+@triton.jit
+def chunk_step(
+    S, workspace, inputs, strides, batch, first, num_rows, slot_head, head, first_value, scale, config: tl.constexpr
+):
+    """One chunk: (next state [BLOCK_K, BLOCK_V], O [C, BLOCK_V]), both float32."""
+    C: tl.constexpr = config.C
+    PRECISION: tl.constexpr = config.DOT_PRECISION
+    key_head = head // (config.HV // config.H)
+    row = tl.arange(0, C)
+    square = slot_head * (C * C) + row[:, None] * C + row[None, :]
+    rows = workspace.rows + slot_head * (3 * C)
+    k = load_tile(inputs.k, strides.k, batch, first, key_head, num_rows, 0, C, config.BLOCK_K, config.K)
+    v = load_tile(inputs.v, strides.v, batch, first, head, num_rows, first_value, C, config.BLOCK_V, config.V)
+    q = load_tile(inputs.q, strides.q, batch, first, key_head, num_rows, 0, C, config.BLOCK_K, config.K)
+    g = tl.load(rows + row)
+    g_C = tl.load(rows + C - 1)
+    if config.USE_L2NORM:
+        q = scaled_rows(q, tl.load(rows + C + row))
+        k = scaled_rows(k, tl.load(rows + 2 * C + row))
+    gamma = tl.exp(g)[:, None]
+    S_rounded = S.to(k.dtype)
+
+    # (4) W = V - gamma * (K S)
+    W = v.to(tl.float32) - gamma * tl.dot(k, S_rounded, input_precision=PRECISION)
+    # (5) V_d = A_g W
+    V_d = tl.dot(tl.load(workspace.A_g + square), W.to(k.dtype), input_precision=PRECISION)
+    # (6) O = scale * gamma * (Q S) + P_g V_d
+    O = scale * gamma * tl.dot(q, S_rounded, input_precision=PRECISION)
+    O += tl.dot(tl.load(workspace.P_g + square), V_d.to(k.dtype), input_precision=PRECISION)
+    # (7) S <- gamma_C S + K^T (e^(g_C - g) * V_d)
+    V_decayed = tl.exp(g_C - g)[:, None] * V_d
+    S = tl.exp(g_C) * S + tl.dot(tl.trans(k), V_decayed.to(k.dtype), input_precision=PRECISION)
+    return S, O
+
+
+@triton.jit
+def store_output(o, tile, first, num_rows, head, first_value, config: tl.constexpr):
+    """o[first : first + C, head, block of V], rows below num_rows; o is contiguous, first counts rows of the whole batch."""
+    row = tl.arange(0, config.C)[:, None]
+    value = first_value + tl.arange(0, config.BLOCK_V)[None, :]
+    pointers = o + (first * config.HV + head) * config.V + (row * (config.HV * config.V) + value)
+    tl.store(pointers, tile.to(o.dtype.element_ty), mask=(row < num_rows) & (value < config.V))
+
+
+@triton.jit
+def state_tile(sequence, head, first_value, config: tl.constexpr):
+    """Offsets of the tile [BLOCK_K, BLOCK_V] of a state in the caller's layout, and which elements exist."""
+    key = tl.arange(0, config.BLOCK_K)[:, None]
+    value = first_value + tl.arange(0, config.BLOCK_V)[None, :]
+    if config.V_FIRST:
+        offsets = value * config.K + key
+    else:
+        offsets = key * config.V + value
+    return (sequence * config.HV + head) * (config.K * config.V) + offsets, (key < config.K) & (value < config.V)
+
+
+@triton.jit
+def load_state(states, sequence, head, first_value, config: tl.constexpr):
+    """The initial state in float32, zeros without one."""
+    if states.initial is None:
+        return tl.zeros([config.BLOCK_K, config.BLOCK_V], tl.float32)
+    else:
+        tile, exists = state_tile(sequence, head, first_value, config)
+        return tl.load(states.initial + tile, mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_h(h, S, slot_head, first_value, config: tl.constexpr):
+    """h[slot, head] = S in h's dtype; h has the layout [K, V] always."""
+    key = tl.arange(0, config.BLOCK_K)[:, None]
+    value = first_value + tl.arange(0, config.BLOCK_V)[None, :]
+    pointers = h + slot_head * (config.K * config.V) + key * config.V + value
+    tl.store(pointers, S.to(h.dtype.element_ty), mask=(key < config.K) & (value < config.V))

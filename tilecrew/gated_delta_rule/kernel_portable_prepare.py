@@ -1,0 +1,228 @@
+"""First kernel of the portable forward, in plain Triton: everything of a chunk that does not depend on the state.
+
+Computes stages (1) to (3) of README.md, with the gated inverse, which stays finite for keys of any norm:
+
+    (1) g = cumulative sum of the log decay                        (2) A = (I + StrictLower(beta_i e^(g_i - g_j) k_i . k_j))^-1
+    (3) A_g = A * beta_j,  P_g = scale * e^(g_i - g_j) * q_i . k_j for i >= j
+
+Programs: one per (slot of a chunk, value head), head fastest, so that value heads of one key head meet in cache; flattened
+into grid.x. A slot of no chunk only zeroes its part of h.
+
+Buffers (written here, read by `kernel_portable`): see Workspace.
+
+Per program: find the chunk of the slot -> load g, beta, k -> norms -> K K^T -> inverse, by doubling -> store A_g -> load q ->
+store P_g, g and the norms. Rows past the end of a sequence are loaded as zeros (never multiplied by zero), with g and beta 0.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilecrew.gated_delta_rule.kernel_gates import L2NORM_EPS, log_decay, write_strength
+
+
+class Inputs(NamedTuple):
+    """Pointers of ForwardArguments; None where absent."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    A_log: Any
+    dt_bias: Any
+
+
+class Strides(NamedTuple):
+    """(batch, token, head) strides of q, k, v, g, beta, in elements."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+
+
+class Workspace(NamedTuple):
+    """Per slot and value head: A_g and P_g [slots, HV, C, C] in q's dtype; rows [slots, HV, 3, C] float32, which are g
+    (cumulative), 1 / |q| and 1 / |k| (the norms only where use_qk_l2norm)."""
+
+    A_g: Any
+    P_g: Any
+    rows: Any
+
+
+class Sequences(NamedTuple):
+    """cu_seqlens or None, and the numbers that a kernel must not be compiled for."""
+
+    cu_seqlens: Any
+    num_sequences: Any
+    num_tokens: Any
+
+
+class Config(NamedTuple):
+    """Everything a binary is compiled for beside dtypes and which pointers are None."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    C: int
+    BLOCK_K: int
+    BLOCK_V: int
+    V_FIRST: bool
+    USE_L2NORM: bool
+    USE_BETA_SIGMOID: bool
+    ALLOW_NEG_EIGVAL: bool
+    DOT_PRECISION: str
+    INVERSE_PRECISION: str
+    NUM_STAGES: int
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
+def prepare_kernel(
+    workspace, h, inputs, strides, cu_seqlens, scale, num_sequences, num_tokens, config: tl.constexpr
+):
+    """Fills the workspace of one (slot, value head), and zeroes h where the slot has no chunk."""
+    C: tl.constexpr = config.C
+    head = tl.program_id(0) % config.HV
+    slot = tl.program_id(0) // config.HV
+    batch, first, num_rows = chunk_of_slot(slot, cu_seqlens, num_sequences, num_tokens, C)
+    slot_head = slot.to(tl.int64) * config.HV + head
+    if num_rows <= 0:
+        if h is not None:
+            zero_state(h, slot_head, config)
+        return
+
+    row = tl.arange(0, C)
+    is_row = row < num_rows
+    g = load_per_row(inputs.g, strides.g, batch, first, head, is_row, C)
+    g = tl.cumsum(tl.where(is_row, log_decay(g, head, inputs.A_log, inputs.dt_bias), 0.0), 0)
+    beta = load_per_row(inputs.beta, strides.beta, batch, first, head, is_row, C)
+    beta = tl.where(is_row, write_strength(beta, config.USE_BETA_SIGMOID, config.ALLOW_NEG_EIGVAL), 0.0)
+
+    key_head = head // (config.HV // config.H)
+    k = load_tile(inputs.k, strides.k, batch, first, key_head, num_rows, 0, C, config.BLOCK_K, config.K)
+    rows = workspace.rows + slot_head * (3 * C) + row
+    tl.store(rows, g)
+    if config.USE_L2NORM:
+        norm = inverse_norm(k)
+        k = scaled_rows(k, norm)
+        tl.store(rows + 2 * C, norm)
+
+    # G_ij = 1[i >= j] e^(g_i - g_j): the exponent is masked, because above the diagonal its exponential could be infinite.
+    is_past = row[:, None] >= row[None, :]
+    G = tl.where(is_past, tl.exp(tl.where(is_past, g[:, None] - g[None, :], 0.0)), 0.0)
+    KK = tl.dot(k, tl.trans(k), input_precision=config.DOT_PRECISION)
+    A = unit_lower_inverse(tl.where(row[:, None] > row[None, :], beta[:, None] * G * KK, 0.0), config)
+    A_g = A * beta[None, :]
+
+    q = load_tile(inputs.q, strides.q, batch, first, key_head, num_rows, 0, C, config.BLOCK_K, config.K)
+    if config.USE_L2NORM:
+        norm = inverse_norm(q)
+        q = scaled_rows(q, norm)
+        tl.store(rows + C, norm)
+    P_g = scale * G * tl.dot(q, tl.trans(k), input_precision=config.DOT_PRECISION)
+
+    square = slot_head * (C * C) + row[:, None] * C + row[None, :]
+    tl.store(workspace.A_g + square, A_g.to(k.dtype))
+    tl.store(workspace.P_g + square, P_g.to(k.dtype))
+
+
+@triton.jit
+def unit_lower_inverse(N, config: tl.constexpr):
+    """(I + N)^-1 of a strictly lower triangular N [C, C], in float32.
+
+    By doubling: with the inverses of the diagonal blocks of b rows known, two neighbours P, R joined by L below the diagonal
+    have the inverse [[P^-1, 0], [-R^-1 L P^-1, R^-1]]. All pairs at once: A <- A - A N_joins A. The arithmetic is that of
+    block forward substitution, so it is as accurate; sums of powers of N would cancel catastrophically for equal keys.
+    """
+    C: tl.constexpr = config.C
+    row = tl.arange(0, C)[:, None]
+    column = tl.arange(0, C)[None, :]
+    # b = 1: the blocks are the unit diagonal, so A N_joins A is N_joins.
+    is_join = (row % 2 == 1) & (column == row - 1)
+    A = tl.where(row == column, 1.0, tl.where(is_join, -N, 0.0))
+    NUM_DOUBLINGS: tl.constexpr = (C >= 32) + (C >= 64) + 3
+    for level in tl.static_range(NUM_DOUBLINGS):
+        BLOCK: tl.constexpr = 2 << level
+        is_join = (row // BLOCK % 2 == 1) & (column // BLOCK == row // BLOCK - 1)
+        joined = tl.dot(tl.where(is_join, N, 0.0), A, input_precision=config.INVERSE_PRECISION)
+        A -= tl.dot(A, joined, input_precision=config.INVERSE_PRECISION)
+    return A
+
+
+@triton.jit
+def chunk_of_slot(slot, cu_seqlens, num_sequences, num_tokens, C: tl.constexpr):
+    """(batch row, first token, number of tokens) of the chunk in a slot; the number is <= 0 for a slot of no chunk.
+
+    Chunk c of the packed sequence n has the slot cu_seqlens[n] // C + n + c. The first slot of a sequence grows with n, so a
+    binary search finds the sequence. C = 64, lengths 1, 100: first slots 0 and 0 + 1; slots 0, 1, 2 have the chunks (0, 0),
+    (1, 0), (1, 1).
+    """
+    if cu_seqlens is None:
+        num_chunks = (num_tokens + C - 1) // C
+        first = (slot % num_chunks) * C
+        return (slot // num_chunks).to(tl.int64), first.to(tl.int64), (num_tokens - first).to(tl.int64)
+    else:
+        low = num_sequences * 0
+        high = num_sequences
+        while high - low > 1:
+            middle = (low + high) // 2
+            is_before = tl.load(cu_seqlens + middle) // C + middle <= slot
+            low = tl.where(is_before, middle, low)
+            high = tl.where(is_before, high, middle)
+        start = tl.load(cu_seqlens + low).to(tl.int64)
+        end = tl.load(cu_seqlens + low + 1, mask=low < num_sequences, other=0).to(tl.int64)
+        first = start + (slot - (start // C + low)) * C
+        return tl.zeros([], tl.int64), first, end - first
+
+
+@triton.jit
+def offset_of(stride, batch, token, head):
+    """Elements before [batch, token, head], in 64 bits: an input may span more than 2**31 elements."""
+    return batch.to(tl.int64) * stride[0] + token.to(tl.int64) * stride[1] + head.to(tl.int64) * stride[2]
+
+
+@triton.jit
+def load_per_row(x, stride, batch, first, head, is_row, C: tl.constexpr):
+    """x[batch, first : first + C, head], zeros where not is_row."""
+    row = tl.arange(0, C).to(tl.int64)
+    return tl.load(x + offset_of(stride, batch, first, head) + row * stride[1], mask=is_row, other=0.0)
+
+
+@triton.jit
+def load_tile(
+    x, stride, batch, first, head, num_rows, first_column, C: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr
+):
+    """x[batch, first : first + C, head, first_column : first_column + BLOCK]; zeros from row num_rows and column SIZE on."""
+    row = tl.arange(0, C)[:, None]
+    column = first_column + tl.arange(0, BLOCK)[None, :]
+    pointers = x + offset_of(stride, batch, first, head) + (row.to(tl.int64) * stride[1] + column)
+    return tl.load(pointers, mask=(row < num_rows) & (column < SIZE), other=0.0)
+
+
+@triton.jit
+def inverse_norm(x):
+    """1 / sqrt(sum of squares + 1e-6) of each row, in float32."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + L2NORM_EPS)
+
+
+@triton.jit
+def scaled_rows(x, factor):
+    """Rows of x times factor, in x's dtype."""
+    return (x.to(tl.float32) * factor[:, None]).to(x.dtype)
+
+
+@triton.jit
+def zero_state(h, slot_head, config: tl.constexpr):
+    """h[slot, head] = 0."""
+    BLOCK_V: tl.constexpr = config.BLOCK_V
+    key = tl.arange(0, config.BLOCK_K)[:, None]
+    for first_value in range(0, config.V, BLOCK_V):
+        value = first_value + tl.arange(0, BLOCK_V)[None, :]
+        pointers = h + slot_head * (config.K * config.V) + key * config.V + value
+        zeros = tl.zeros([config.BLOCK_K, BLOCK_V], h.dtype.element_ty)
+        tl.store(pointers, zeros, mask=(key < config.K) & (value < config.V))
