@@ -177,8 +177,7 @@ def _backward(do: torch.Tensor, dfinal_state: torch.Tensor | None, *fields: Any)
         gradients = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in fields[:5]]
         dinitial_state = None if dfinal_state is None else dfinal_state.clone()
         return *gradients, _present_state_gradient(dinitial_state, arguments)
-    normalised = _normalised(arguments)
-    result = chunked.backward(normalised, do, dfinal_state)
+    result = chunked.backward(_normalised(arguments), do.contiguous(), dfinal_state)
     gradients = [result.q, result.k, result.v, result.g, result.beta]
     gradients = [gradient.to(tensor.dtype).contiguous() for gradient, tensor in zip(gradients, fields[:5], strict=True)]
     return *gradients, _present_state_gradient(result.initial_state, arguments)

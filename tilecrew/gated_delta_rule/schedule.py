@@ -127,7 +127,7 @@ def roles_block_v(problem: Problem, num_sms: int) -> int:
 
     def cost(block_v: int) -> float:
         num_ctas = problem.num_sequences * problem.num_value_heads * (ROLES_DIM // block_v)
-        num_waves = max(1, -(-num_ctas // num_sms))
+        num_waves = -(-num_ctas // num_sms)
         return num_waves * ROLES_CHUNK_TIME[block_v]
 
     return min(ROLES_CHUNK_TIME, key=cost)

@@ -1,0 +1,166 @@
+"""Schedules are pure Python: every choice can be tested for every device from here."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tilecrew._hardware import Hardware, hardware_of
+from tilecrew.gated_delta_rule.schedule import (
+    IMPLEMENTATIONS,
+    ROLES_CHUNK_TIME,
+    Problem,
+    pick,
+    pick_recurrent,
+    roles_block_v,
+    supports,
+)
+
+H200 = Hardware("cuda", "cuda", (9, 0), 132, 232448, "NVIDIA H200")
+A100 = Hardware("cuda", "cuda", (8, 0), 108, 166912, "NVIDIA A100")
+RTX_5090 = Hardware("cuda", "cuda", (12, 0), 170, 101376, "NVIDIA GeForce RTX 5090")
+V100 = Hardware("cuda", "cuda", (7, 0), 80, 98304, "NVIDIA V100")
+MI300 = Hardware("cuda", "hip", (0, 0), 304, 65536, "AMD Instinct MI300X")
+CPU = Hardware("cpu", "cpu", name="cpu")
+ALL_HARDWARE = (H200, A100, RTX_5090, V100, MI300, CPU)
+USUAL = Problem(1, 8192, 1, 16, 32, 128, 128, "bfloat16")
+
+
+def problems():
+    for dtype, key_dim, value_dim, chunk_size, is_aligned, requires_gradient in itertools.product(
+        ("bfloat16", "float16", "float32", "float64"),
+        (16, 128, 300),
+        (64, 128, 257),
+        (16, 64),
+        (True, False),
+        (True, False),
+    ):
+        yield Problem(2, 1000, 2, 4, 8, key_dim, value_dim, dtype, chunk_size, is_aligned, requires_gradient)
+
+
+@pytest.mark.parametrize("hardware", ALL_HARDWARE, ids=lambda hardware: hardware.name)
+def test_the_choice_can_run_and_says_why(hardware):
+    for problem in problems():
+        schedule = pick(problem, hardware)
+        assert supports(schedule.implementation, problem, hardware) is None
+        assert schedule.reason
+        assert str(schedule).startswith(f"{schedule.implementation}, V block {schedule.block_v}, chunk ")
+        assert schedule.chunk_size == problem.chunk_size
+
+
+@pytest.mark.parametrize("hardware", ALL_HARDWARE, ids=lambda hardware: hardware.name)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_forcing_runs_it_or_raises_with_the_limit(implementation, hardware):
+    for problem in problems():
+        limit = supports(implementation, problem, hardware)
+        if limit is None:
+            assert pick(problem, hardware, implementation).implementation == implementation
+        else:
+            with pytest.raises(ValueError) as caught:
+                pick(problem, hardware, implementation)
+            assert limit in str(caught.value)
+            assert repr(implementation) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "expected"),
+    [
+        (H200, "roles"),
+        (A100, "portable"),
+        (RTX_5090, "portable"),
+        (MI300, "portable"),
+        (V100, "chunked"),
+        (CPU, "chunked"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_usual_problem(hardware, expected):
+    assert pick(USUAL, hardware).implementation == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "reason"),
+    [
+        ({"dtype": "float32"}, "portable", "it needs bfloat16 or float16, q is float32"),
+        ({"dtype": "float64"}, "chunked", "q is float64"),
+        ({"key_dim": 64}, "portable", "it needs K = V = 128, got K = 64, V = 128"),
+        ({"value_dim": 256}, "portable", "it needs K = V = 128, got K = 128, V = 256"),
+        ({"value_dim": 257}, "chunked", "it needs K and V up to 256, got K = 128, V = 257"),
+        ({"chunk_size": 32}, "portable", "it needs chunk_size 64, got 32"),
+        ({"is_aligned": False}, "portable", "multiples of 16 bytes"),
+        ({"num_tokens": 2**26}, "portable", "B * T * HV must be below 2**31, got 2147483648"),
+        ({"num_tokens": 2**26 - 1}, "roles", "the fastest kernel on NVIDIA H200"),
+        ({"requires_gradient": True}, "chunked", "an input requires a gradient"),
+    ],
+)
+def test_limits_on_an_h200(changes, expected, reason):
+    schedule = pick(replace(USUAL, **changes), H200)
+    assert schedule.implementation == expected
+    assert reason in schedule.reason
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_value_heads", "expected"),
+    [(1, 64, 64), (4, 64, 128), (1, 32, 32), (1, 8, 32), (1, 132, 128), (2, 66, 128), (1, 66, 64), (0, 8, 128)],
+)
+def test_block_v_of_the_roles_kernel(num_sequences, num_value_heads, expected):
+    """The widths that were fastest on an H200 in measurements of these grids, and the edges of a wave."""
+    problem = replace(USUAL, num_sequences=num_sequences, num_value_heads=num_value_heads)
+    assert roles_block_v(problem, H200.num_sms) == expected
+    if num_sequences:
+        assert pick(problem, H200, "roles").block_v == expected
+
+
+def test_block_v_costs_no_more_than_any_other():
+    for num_ctas in range(1, 1200):
+        problem = replace(USUAL, num_value_heads=num_ctas)
+        costs = {width: -(-num_ctas * (128 // width) // 132) * time for width, time in ROLES_CHUNK_TIME.items()}
+        assert costs[roles_block_v(problem, 132)] == min(costs.values())
+
+
+def test_without_triton_torch_serves():
+    hardware = replace(H200, has_triton=False)
+    assert pick(USUAL, hardware).implementation == "chunked"
+    assert "Triton is not installed" in pick(USUAL, hardware).reason
+    assert pick_recurrent(USUAL, hardware).implementation == "torch"
+
+
+def test_portable_block_fits_value_dim():
+    for value_dim, dtype, expected in (
+        (128, "bfloat16", 64),
+        (128, "float32", 32),
+        (20, "float16", 32),
+        (8, "float16", 16),
+    ):
+        problem = replace(USUAL, value_dim=value_dim, dtype=dtype)
+        assert pick(problem, A100).block_v == expected
+
+
+def test_decode():
+    assert pick_recurrent(USUAL, H200).implementation == "recurrent"
+    assert pick_recurrent(USUAL, MI300).implementation == "recurrent"
+    assert pick_recurrent(USUAL, CPU).implementation == "torch"
+    assert pick_recurrent(replace(USUAL, dtype="float64"), H200).implementation == "torch"
+    assert pick_recurrent(USUAL, H200, "torch").implementation == "torch"
+    with pytest.raises(ValueError, match=r"implementation='recurrent' cannot run: Triton has no compiler for cpu"):
+        pick_recurrent(USUAL, CPU, "recurrent")
+    with pytest.raises(ValueError, match=r"implementation must be None or one of recurrent, torch, got 'roles'"):
+        pick_recurrent(USUAL, H200, "roles")
+
+
+def test_unknown_implementation():
+    with pytest.raises(ValueError, match=r"one of roles, portable, chunked, got 'fast'"):
+        pick(USUAL, H200, "fast")
+
+
+def test_hardware_of_the_host():
+    assert hardware_of("cpu").backend == "cpu"
+    assert hardware_of("cpu") is hardware_of("cpu")
+
+
+@pytest.mark.gpu
+def test_hardware_of_a_gpu():
+    hardware = hardware_of("cuda")
+    assert hardware.num_sms > 0
+    assert hardware.shared_memory_bytes >= 48 * 1024
+    assert hardware is hardware_of("cuda:0")
