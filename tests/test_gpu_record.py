@@ -1,0 +1,110 @@
+"""The committed record of the GPU tests, and the recorder itself."""
+
+import datetime
+import hashlib
+import json
+import pathlib
+import re
+import warnings
+
+import pytest
+
+from tests import gpu_record
+
+pytest_plugins = ("pytester",)
+
+
+@pytest.mark.skipif(not gpu_record.RECORD.exists(), reason="the GPU tests have not been recorded yet")
+def test_the_record_is_complete():
+    record = json.loads(gpu_record.RECORD.read_text())
+    assert tuple(record) == gpu_record.FIELDS
+    assert re.fullmatch(r"[0-9a-f]{64}", record["source_sha256"])
+    assert record["failed"] == 0
+    assert record["passed"] > 0
+    assert record["skipped"] >= 0
+    assert all(record[name] for name in ("device", "torch", "triton"))
+    datetime.datetime.fromisoformat(record["date"])
+    if record["source_sha256"] != gpu_record.source_sha256():
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.warn("tests/gpu_record.json is of other sources: run `make gpu-test` on a GPU", stacklevel=1)
+
+
+def test_hash_of_the_sources(tmp_path):
+    for name in ("b.py", "a/c.py", "a/d.txt"):
+        path = tmp_path / "tilecrew" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    expected = hashlib.sha256(b"tilecrew/a/c.pya/c.pytilecrew/b.pyb.py").hexdigest()
+    assert gpu_record.source_sha256(tmp_path) == expected
+
+
+def test_the_hash_is_that_of_the_documented_command(monkeypatch):
+    monkeypatch.chdir(gpu_record.ROOT)
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path("tilecrew").rglob("*.py")):
+        digest.update(str(path).encode())
+        digest.update(path.read_bytes())
+    assert gpu_record.source_sha256() == digest.hexdigest()
+
+
+CONFTEST = """
+import torch
+from tests import gpu_record
+
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda: "a device"
+pytest_addoption = gpu_record.add_option
+pytest_configure = gpu_record.register
+"""
+TESTS = """
+import pytest
+
+@pytest.mark.gpu
+def test_passes(): pass
+
+@pytest.mark.gpu
+def test_fails(): assert not {fails}
+
+@pytest.mark.gpu
+def test_skips(): pytest.skip("reason")
+
+def test_on_the_cpu(): assert False
+"""
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    monkeypatch.setattr(gpu_record, "ROOT", pytester.path)
+    pytester.makeini("[pytest]\nmarkers =\n    gpu: needs a GPU\n")
+    pytester.makeconftest(CONFTEST)
+    return pytester
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_full_run_is_recorded(project, fails):
+    pytest.importorskip("triton")
+    project.makepyfile(TESTS.format(fails=fails))
+    result = project.runpytest_inprocess("-m", "gpu", "--gpu-record", "record.json")
+    assert result.ret == (pytest.ExitCode.TESTS_FAILED if fails else pytest.ExitCode.OK)
+    record = json.loads((project.path / "record.json").read_text())
+    assert tuple(record) == gpu_record.FIELDS
+    assert (record["passed"], record["failed"], record["skipped"]) == (2 - fails, int(fails), 1)
+    assert record["device"] == "a device"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["-m", "gpu", "-k", "passes"], ["-m", "gpu", "test_one.py"], ["-m", "not gpu"]]
+)
+def test_a_partial_run_is_not_recorded(project, arguments):
+    project.makepyfile(test_one=TESTS.format(fails=False))
+    result = project.runpytest_inprocess(*arguments, "--gpu-record", "record.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert not (project.path / "record.json").exists()
+
+
+def test_a_gpu_on_which_everything_was_skipped_fails(project):
+    project.makepyfile("import pytest\n\n@pytest.mark.gpu\ndef test_skips(): pytest.skip('reason')\n")
+    result = project.runpytest_inprocess("-m", "gpu", "--gpu-record", "record.json")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert not (project.path / "record.json").exists()
