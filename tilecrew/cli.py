@@ -1,0 +1,182 @@
+"""The command line: `tilecrew demo` and `tilecrew doctor`. Needs the extra `cli`; `main` says so where it is missing."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+if TYPE_CHECKING:
+    import torch
+
+INSTALL_HINT = "pip install 'tilecrew[cli,transformers]'"
+
+
+def main() -> None:
+    """The console script."""
+    missing = [name for name in ("rich", "typer") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"tilecrew: the command line needs {' and '.join(missing)}; install them with: {INSTALL_HINT}")
+    build_app()()
+
+
+def build_app() -> Any:
+    """The typer application."""
+    import typer
+
+    app = typer.Typer(
+        name="tilecrew",
+        help="Fused kernels for models that mix Gated DeltaNet layers with mixture-of-experts layers.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.command()
+    def demo(
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+        output: Annotated[Path, typer.Option(help="Folder for demo.png and demo.json.")] = Path("demo-output"),
+        prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt whose logits are compared.")] = 600,
+        new_tokens: Annotated[int, typer.Option(min=0, help="Compared decode steps.")] = 16,
+        max_tokens: Annotated[
+            int | None, typer.Option(min=1, help="Longest measured prompt. [default: 4096, on a GPU 16384]")
+        ] = None,
+        repeats: Annotated[int, typer.Option(min=1, help="Measured runs per point.")] = 3,
+    ) -> None:
+        """Run a small Qwen3-Next on tilecrew, check its logits against transformers, measure both, draw a picture.
+
+        Exit code 1 where the logits disagree, 2 where something is missing.
+        """
+        from rich.console import Console
+
+        console = Console()
+        missing = [
+            name for name in ("matplotlib", "tokenizers", "transformers") if importlib.util.find_spec(name) is None
+        ]
+        if missing:
+            console.print(f"the demo needs {', '.join(missing)}; install with: {INSTALL_HINT}", markup=False)
+            raise typer.Exit(2)
+        try:
+            chosen = choose_device(device)
+        except ValueError as error:
+            console.print(str(error), markup=False)
+            raise typer.Exit(2) from None
+        run = importlib.import_module("tilecrew.demo.run")
+        settings = run.Settings(
+            device=chosen,
+            output=output,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            max_tokens=max_tokens or (16384 if chosen.type == "cuda" else 4096),
+            repeats=repeats,
+        )
+        if not run.run_demo(settings, console):
+            raise typer.Exit(1)
+
+    @app.command()
+    def doctor() -> None:
+        """Show versions, the device, which implementations can run here and why not, and which integrations are available."""
+        from rich.console import Console
+
+        print_report(Console())
+
+    return app
+
+
+def choose_device(name: str) -> "torch.device":
+    """The torch device for --device. Raises ValueError for an unknown name, and for cuda where there is none."""
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def print_report(console: Any) -> None:
+    """What `tilecrew doctor` prints."""
+    from rich.table import Table
+
+    def table(title: str, *columns: str, rows: list[tuple[str, ...]]) -> None:
+        drawn = Table(*columns, title=title, title_justify="left", show_header=len(columns) > 0)
+        for row in rows:
+            drawn.add_row(*row)
+        console.print(drawn)
+
+    device = choose_device("auto")
+    table("Versions", rows=_versions())
+    table("Device", rows=_device_facts(device))
+    table("Gated delta rule here", "implementation", "problem", "runs", "why not", rows=_implementations(device))
+    table("Integrations", "library", "available", "why not", rows=_integrations())
+
+
+def _versions() -> list[tuple[str, ...]]:
+    packages = ("torch", "triton", "numpy", "transformers", "tokenizers", "flash-linear-attention", "matplotlib")
+    import tilecrew
+
+    rows: list[tuple[str, ...]] = [("tilecrew", tilecrew.__version__), ("python", platform.python_version())]
+    for name in packages:
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((name, "not installed"))
+    return rows
+
+
+def _device_facts(device: "torch.device") -> list[tuple[str, ...]]:
+    from tilecrew._hardware import hardware_of
+
+    hardware = hardware_of(device)
+    rows: list[tuple[str, ...]] = [("name", hardware.name), ("backend", hardware.backend)]
+    if hardware.backend == "cuda":
+        rows.append(("compute capability", "{}.{}".format(*hardware.capability)))
+    if hardware.num_sms:
+        rows.append(("multiprocessors", str(hardware.num_sms)))
+        rows.append(("shared memory of a block", f"{hardware.shared_memory_bytes // 1024} KiB"))
+    return rows
+
+
+def _implementations(device: "torch.device") -> list[tuple[str, ...]]:
+    """One row per implementation and kind of problem: Qwen3-Next's heads in bfloat16, the same with a gradient, and in float32."""
+    from dataclasses import replace
+
+    from tilecrew._hardware import hardware_of
+    from tilecrew.gated_delta_rule.schedule import IMPLEMENTATIONS, RECURRENT_IMPLEMENTATIONS, Problem, supports
+
+    heads = Problem(1, 4096, 1, num_heads=16, num_value_heads=32, key_dim=128, value_dim=128, dtype="bfloat16")
+    problems = {
+        "bfloat16": heads,
+        "bfloat16, gradient": replace(heads, requires_gradient=True),
+        "float32": replace(heads, dtype="float32"),
+    }
+    rows = []
+    for implementation in (*IMPLEMENTATIONS, *RECURRENT_IMPLEMENTATIONS):
+        kind = "decode" if implementation in RECURRENT_IMPLEMENTATIONS else "prefill"
+        for name, problem in problems.items():
+            limit = supports(implementation, problem, hardware_of(device))
+            answer = "[green]yes[/green]" if limit is None else "no"
+            rows.append((f"{implementation} ({kind})", name, answer, limit or ""))
+    return rows
+
+
+def _integrations() -> list[tuple[str, ...]]:
+    """Tries to switch each integration on, and off again."""
+    rows = []
+    for name in ("transformers", "fla"):
+        integration = importlib.import_module(f"tilecrew.integrations.{name}")
+        try:
+            with warnings.catch_warnings():
+                # Where there is no GPU flash-linear-attention warns when it is imported; that is no news in this report.
+                warnings.simplefilter("ignore")
+                integration.enable()
+        except (ImportError, RuntimeError) as error:
+            rows.append((name, "no", str(error)))
+        else:
+            integration.disable()
+            rows.append((name, "[green]yes[/green]", ""))
+    return rows

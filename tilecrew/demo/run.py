@@ -1,0 +1,220 @@
+"""The demo command, step by step: build, check against transformers, measure, draw."""
+
+import json
+import os
+import platform
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Nothing may be fetched, and transformers' own functions are the ones to compare with. Read by these libraries when they are imported.
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", USE_HUB_KERNELS="NO")
+# flash-linear-attention, where installed, is imported by transformers and warns about machines without a GPU. The demo does not use it.
+warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import tilecrew  # noqa: E402
+from tilecrew._hardware import hardware_of  # noqa: E402
+from tilecrew.demo.agreement import TOLERANCES, Run, Step, check_agreement  # noqa: E402
+from tilecrew.demo.model import (  # noqa: E402
+    CPU_SIZE,
+    GPU_SIZE,
+    HEAD_DIM,
+    ModelSize,
+    build_model,
+    read_text,
+    token_ids,
+    train_tokenizer,
+)
+from tilecrew.demo.picture import draw  # noqa: E402
+from tilecrew.demo.timing import Timing, measure, operator_inputs, speed_up  # noqa: E402
+from tilecrew.gated_delta_rule.schedule import Problem, pick_recurrent  # noqa: E402
+
+if TYPE_CHECKING:
+    from tokenizers import ByteLevelBPETokenizer
+
+SHORTEST_PROMPT = 128
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line sets.
+
+    device          where the model runs: "cpu" or "cuda"
+    output          folder for demo.png and demo.json
+    prompt_tokens   tokens of the prompt whose logits are compared
+    new_tokens      compared decode steps
+    max_tokens      longest measured prompt; the others are its halves, down to 128
+    repeats         measured runs per point
+    """
+
+    device: torch.device
+    output: Path
+    prompt_tokens: int = 600
+    new_tokens: int = 16
+    max_tokens: int = 4096
+    repeats: int = 3
+
+    @property
+    def lengths(self) -> list[int]:
+        lengths = [self.max_tokens]
+        while lengths[-1] // 2 >= SHORTEST_PROMPT:
+            lengths.append(lengths[-1] // 2)
+        return sorted(lengths)
+
+
+def run_demo(settings: Settings, console: Console) -> bool:
+    """Runs everything and prints it. Returns whether the logits agree; nothing is measured where they do not."""
+    transformers.logging.set_verbosity_error()
+    is_gpu = settings.device.type == "cuda"
+    size, dtype = (GPU_SIZE, torch.bfloat16) if is_gpu else (CPU_SIZE, torch.float32)
+    with Progress(
+        TextColumn("{task.description:<34}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
+        console=console, transient=True,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("building tokenizer and model", total=2)
+        text = read_text()
+        tokenizer = train_tokenizer(text)
+        progress.advance(task)
+        model = build_model(size, dtype, settings.device)
+        progress.advance(task)
+        prompt = token_ids(tokenizer, text, settings.prompt_tokens, settings.device)
+
+        task = progress.add_task("comparing logits of both paths", total=1)
+        steps, run = check_agreement(model, prompt, settings.new_tokens)
+        progress.advance(task)
+
+    _print_setup(console, settings, model, size, dtype)
+    agrees = _print_agreement(console, steps, run, tokenizer, dtype, settings)
+    if not agrees:
+        return False
+
+    prompts = [token_ids(tokenizer, text, num_tokens, settings.device) for num_tokens in settings.lengths]
+    with Progress(
+        TextColumn("{task.description:<34}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
+        console=console, transient=True,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("measuring prefill", total=2 * len(prompts))
+        timings = measure(model, size, prompts, settings.repeats, lambda: progress.advance(task))
+    _print_timings(console, timings)
+
+    settings.output.mkdir(parents=True, exist_ok=True)
+    picture = settings.output / "demo.png"
+    draw(timings, f"{_where(settings.device)}, {_name(dtype)}; {_describe(size)}", picture)
+    (settings.output / "demo.json").write_text(json.dumps(_record(settings, dtype, steps, timings), indent=2) + "\n")
+    console.print(f"picture: {picture}\nnumbers: {settings.output / 'demo.json'}", highlight=False)
+    return True
+
+
+def _print_setup(console: Console, settings: Settings, model: Any, size: ModelSize, dtype: torch.dtype) -> None:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    q, k, v, g, beta = operator_inputs(size, settings.prompt_tokens, dtype, settings.device)
+    prefill = tilecrew.explain_chunk_gated_delta_rule(q.contiguous(), k.contiguous(), v.contiguous(), g, beta)
+    problem = Problem(1, 1, 1, size.num_key_heads, size.num_value_heads, HEAD_DIM, HEAD_DIM, _name(dtype))
+    decode = pick_recurrent(problem, hardware_of(settings.device))
+    table = Table(title="What runs", title_justify="left", show_header=False)
+    table.add_row("model", f"Qwen3-Next, random weights, {parameters / 1e6:.1f} million parameters, {_name(dtype)}")
+    table.add_row("layers", _describe(size))
+    table.add_row("device", _where(settings.device))
+    table.add_row("prefill served by", f"[bold]{prefill.implementation}[/bold]: {prefill.reason}")
+    table.add_row("decode served by", f"[bold]{decode.implementation}[/bold]: {decode.reason}")
+    table.add_row("compared with", f"transformers {transformers.__version__}, its torch functions")
+    console.print(table)
+
+
+def _print_agreement(
+    console: Console,
+    steps: list[Step],
+    run: Run,
+    tokenizer: "ByteLevelBPETokenizer",
+    dtype: torch.dtype,
+    settings: Settings,
+) -> bool:
+    tolerance = TOLERANCES[dtype]
+    table = Table(title="Logits, tilecrew against transformers", title_justify="left")
+    table.add_column("step")
+    table.add_column("relative error", justify="right")
+    table.add_column("allowed", justify="right")
+    table.add_column("")
+    for step in _shown(steps, tolerance):
+        verdict = "[green]agrees[/green]" if step.error <= tolerance else "[bold red]disagrees[/bold red]"
+        table.add_row(step.name, f"{step.error:.1e}", f"{tolerance:.0e}", verdict)
+    console.print(table)
+    agrees = all(step.error <= tolerance for step in steps)
+    console.print(
+        f"{len(steps)} calls compared: a prompt of {settings.prompt_tokens} tokens and {settings.new_tokens} decode steps. The error is "
+        f"|tilecrew - transformers| / |transformers| over all logits of the call. " + _tolerance_reason(dtype)
+    )
+    if settings.new_tokens:
+        console.print(
+            f"decoded (random weights, so it means nothing): {tokenizer.decode(run.tokens)!r}", highlight=False
+        )
+    if not agrees:
+        console.print("[bold red]The logits disagree: the measurements are left out.[/bold red]")
+    return agrees
+
+
+def _shown(steps: list[Step], tolerance: float) -> list[Step]:
+    """Prefill, the decode step with the largest error, the last, and whatever disagrees: not every step of a long list."""
+    prefill, *decode = steps
+    wrong = [step for step in decode if not step.error <= tolerance]
+    chosen = {step.name for step in [*wrong[:8], *decode[-1:], *sorted(decode, key=lambda step: -step.error)[:1]]}
+    return [prefill, *(step for step in decode if step.name in chosen)]
+
+
+def _tolerance_reason(dtype: torch.dtype) -> str:
+    if dtype == torch.float32:
+        return "Both paths compute in float32 in another order, which moves a logit by about one part in a million."
+    return (
+        "Both paths round intermediate values to 8 bits in their own places, 0.4 % each, and a token near a tie may go to another "
+        "expert; a wrong operator is off by much more."
+    )
+
+
+def _print_timings(console: Console, timings: list[Timing]) -> None:
+    for what, title in (("operator", "Gated delta rule of one layer"), ("model", "Prefill of the whole model")):
+        table = Table(title=f"{title}, milliseconds", title_justify="left")
+        for name in ("tokens", "tilecrew", "transformers", "ratio"):
+            table.add_column(name, justify="right")
+        by_key = {(t.path, t.num_tokens): t.milliseconds for t in timings if t.what == what}
+        for num_tokens, ratio in speed_up(timings, what):
+            ours, theirs = by_key["tilecrew", num_tokens], by_key["transformers", num_tokens]
+            table.add_row(f"{num_tokens:,}", f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}")
+        console.print(table)
+
+
+def _record(settings: Settings, dtype: torch.dtype, steps: list[Step], timings: list[Timing]) -> dict[str, Any]:
+    return {
+        "device": _where(settings.device),
+        "dtype": _name(dtype),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tilecrew": tilecrew.__version__,
+        "repeats": settings.repeats,
+        "errors": [asdict(step) for step in steps],
+        "timings": [asdict(timing) for timing in timings],
+    }
+
+
+def _where(device: torch.device) -> str:
+    if device.type == "cuda":
+        return hardware_of(device).name
+    return f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+
+
+def _describe(size: ModelSize) -> str:
+    num_full = size.num_layers // 4
+    return (
+        f"{size.num_layers - num_full} Gated DeltaNet layers ({size.num_key_heads} key and {size.num_value_heads} value heads of {HEAD_DIM}), "
+        f"{num_full} of full attention, 8 experts"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
