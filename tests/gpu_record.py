@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import importlib.metadata
 import json
 import pathlib
 from typing import Any
@@ -77,14 +78,12 @@ class GpuRecorder:
 
 
 def make_record(passed: int, failed: int, skipped: int) -> dict[str, Any]:
-    import triton
-
     counts = {"passed": passed, "failed": failed, "skipped": skipped}
     return {
         "source_sha256": source_sha256(),
         **counts,
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": importlib.metadata.version("triton"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

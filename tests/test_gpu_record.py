@@ -83,7 +83,6 @@ def project(pytester, monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_full_run_is_recorded(project, fails):
-    pytest.importorskip("triton")
     project.makepyfile(TESTS.format(fails=fails))
     result = project.runpytest_inprocess("-m", "gpu", "--gpu-record", "record.json")
     assert result.ret == (pytest.ExitCode.TESTS_FAILED if fails else pytest.ExitCode.OK)
