@@ -1,4 +1,4 @@
-"""The token recurrence against a loop over single numbers of the definition, and the chunk stages against the recurrence."""
+"""The token recurrence against the definition head by head, and the chunk stages against the recurrence."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""What is applied to the raw inputs before the recurrence: key norms, log decay, write strength. Pure torch, differentiable.
+"""What is applied to the raw inputs before the recurrence: key norms, log decay, write strength.
 
-Everything is computed in float32, or in float64 where the input is float64.
+Pure torch, differentiable. Everything is computed in float32, or in float64 where the input is float64.
 """
 
 from dataclasses import replace
@@ -9,9 +9,9 @@ import torch
 
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
 
-# A log decay below this is raised to it before the cumulative sum: e^-100 is nothing beside a float32 state, so a token with
-# g = -inf is a hard reset, and every difference of cumulative sums stays finite. A much lower floor would cost precision:
-# one unit in the last place of a float32 sum near 1e4 is 1e-3.
+# A log decay below this is raised to it before the cumulative sum: e^-100 is nothing beside a float32 state, so a token
+# with g = -inf is a hard reset, and every difference of cumulative sums stays finite. A much lower floor would cost
+# precision: one unit in the last place of a float32 sum near 1e4 is 1e-3.
 MINIMUM_LOG_DECAY = -100.0
 
 
@@ -27,7 +27,7 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def log_decay(g: torch.Tensor) -> torch.Tensor:
-    """g floored at MINIMUM_LOG_DECAY, in float32 (float64). The gradient at a token below the floor is 0; NaN stays NaN."""
+    """g floored at MINIMUM_LOG_DECAY, in float32 (float64). A token below the floor has gradient 0; NaN stays NaN."""
     return g.to(compute_dtype(g)).clamp(min=MINIMUM_LOG_DECAY)
 
 
@@ -42,7 +42,7 @@ def write_strength(beta: torch.Tensor, use_beta_sigmoid: bool = False, allow_neg
     """beta in float32 (float64): as it is, or its sigmoid, or (allow_neg_eigval) twice its sigmoid.
 
     Twice the sigmoid reaches past 1, where the transition I - beta k k^T of a unit key has a negative eigenvalue.
-    `allow_neg_eigval` without `use_beta_sigmoid` changes nothing: such a beta is already in the range that its caller chose.
+    `allow_neg_eigval` without `use_beta_sigmoid` changes nothing: such a beta is in the range that its caller chose.
     """
     wide = beta.to(compute_dtype(beta))
     if not use_beta_sigmoid:
@@ -51,8 +51,9 @@ def write_strength(beta: torch.Tensor, use_beta_sigmoid: bool = False, allow_neg
 
 
 def apply_gates(arguments: ForwardArguments) -> ForwardArguments:
-    """The same problem with nothing left to apply: q and k normalised (in their dtype), g the floored log decay, beta activated.
+    """The same problem with nothing left to apply: q and k normalised, g the floored log decay, beta activated.
 
+    q and k keep their dtype, so that normalised half-precision inputs are rounded once more.
     g and beta come back in float32 (float64 where q is float64); A_log, dt_bias and the flags are cleared.
     """
     dtype = compute_dtype(arguments.q)

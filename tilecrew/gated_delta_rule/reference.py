@@ -1,7 +1,7 @@
 """The truth for every other implementation: the token recurrence, and each stage of the chunk form as its own function.
 
-Plain torch on any device, vectorised over batch and heads, differentiable, written to be read and not to be fast. Computes in
-float32, or in float64 where q is float64. Stage numbers are those of README.md.
+Plain torch on any device, vectorised over batch and heads, differentiable, written to be read and not to be fast.
+Computes in float32, or in float64 where q is float64. Stage numbers are those of README.md.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def gated_inverse(k: torch.Tensor, beta: torch.Tensor, g: torch.Tensor) -> torch
 
 
 def pair_decay(g: torch.Tensor) -> torch.Tensor:
-    """(3) G_ij = e^(g_i - g_j) for i >= j, else 0. The exponent is masked, not its exponential, which could be infinite."""
+    """(3) G_ij = e^(g_i - g_j) for i >= j, else 0. The exponent is masked: its exponential could be infinite."""
     past = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
     return (g[..., :, None] - g[..., None, :]).masked_fill(~past, float("-inf")).exp()
 
@@ -132,7 +132,8 @@ def next_state(k: torch.Tensor, g: torch.Tensor, state: torch.Tensor, V_d: torch
 def _unit_lower_inverse(x: torch.Tensor) -> torch.Tensor:
     """(I + StrictLower(x))^-1."""
     identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    return torch.linalg.solve_triangular(x.tril(-1) + identity, identity, upper=False, unitriangular=True)
+    inverse: torch.Tensor = torch.linalg.solve_triangular(x.tril(-1), identity, upper=False, unitriangular=True)
+    return inverse
 
 
 def _each_sequence(arguments: ForwardArguments, scan: Scan) -> ForwardResult:
@@ -160,7 +161,7 @@ def _each_sequence(arguments: ForwardArguments, scan: Scan) -> ForwardResult:
         o, final_state, states = scan(inputs, state)
         slots = torch.stack(states, 1) if states else state.new_zeros(o.shape[0], 0, *state.shape[1:])
     else:
-        bounds = (wide.cu_seqlens if wide.cu_seqlens_cpu is None else wide.cu_seqlens_cpu).tolist()
+        bounds = wide.cu_seqlens.tolist()
         outputs, finals = [], []
         slots = state.new_zeros(1, wide.num_slots, *state.shape[1:])
         for n, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
