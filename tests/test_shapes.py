@@ -13,7 +13,7 @@ def test_binds_each_symbol_once():
 
 def test_set_binds_what_an_argument_implies():
     sizes = Sizes()
-    sizes.set("N", 3, "cu_seqlens", (4,))
+    sizes.set("N", 3, "cu_seqlens", torch.Size((4,)))
     with pytest.raises(
         ValueError, match=r"state must have shape \[N, V\] with N = 3 \(from cu_seqlens of shape \(4,\)\)"
     ):

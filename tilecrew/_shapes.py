@@ -11,7 +11,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
-        self._sources: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._sources: dict[str, tuple[str, torch.Size]] = {}
 
     def __getitem__(self, symbol: str) -> int:
         return self._sizes[symbol]
@@ -30,19 +30,19 @@ class Sizes:
             )
         for symbol, size in zip(symbols, shape, strict=True):
             if symbol not in self._sizes:
-                self._sizes[symbol], self._sources[symbol] = size, (name, tuple(shape))
+                self._sizes[symbol], self._sources[symbol] = size, (name, shape)
             elif self._sizes[symbol] != size:
-                raise ValueError(self._mismatch(name, tuple(shape), symbols, symbol))
+                raise ValueError(self._mismatch(name, shape, symbols, symbol))
 
-    def set(self, symbol: str, size: int, name: str, shape: tuple[int, ...]) -> None:
+    def set(self, symbol: str, size: int, name: str, shape: torch.Size) -> None:
         """Binds `symbol` to a size that the argument `name` of shape `shape` implies."""
         self._sizes[symbol], self._sources[symbol] = size, (name, shape)
 
-    def _mismatch(self, name: str, shape: tuple[int, ...], symbols: list[str], symbol: str) -> str:
+    def _mismatch(self, name: str, shape: torch.Size, symbols: list[str], symbol: str) -> str:
         source, source_shape = self._sources[symbol]
         return (
             f"{name} must have shape {_bracket(symbols)} with {symbol} = {self._sizes[symbol]} "
-            f"(from {source} of shape {source_shape}), got shape {shape}"
+            f"(from {source} of shape {tuple(source_shape)}), got shape {tuple(shape)}"
         )
 
 

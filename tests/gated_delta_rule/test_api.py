@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from tests import devices
 from tilecrew import chunk_gated_delta_rule, explain_chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from tilecrew.gated_delta_rule import gates, reference
+from tilecrew.gated_delta_rule import gates, operators, reference
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
+from tilecrew.gated_delta_rule.schedule import Schedule
 from tilecrew.testing import as_float64, random_arguments, relative_error
 
 device = devices.device
@@ -299,6 +301,59 @@ def test_a_second_derivative_is_refused():
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inplace_state", [False, True])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_state_pool(state_dtype, inplace_state, index_dtype, device):
+    """Sequences read, and in place write, the rows that their indices name; padding gives zeros and touches nothing."""
+    arguments = random_arguments(**SMALL | {"num_tokens": 2}, batch=3, device=device)
+    pool = torch.randn(6, 4, 16, 24, device=device).to(state_dtype)
+    before = pool.clone()
+    indices = torch.tensor([4, -1, 1], dtype=index_dtype, device=device)
+    call = decode(arguments, output_final_state=True, initial_state=pool)
+    o, final_state = fused_recurrent_gated_delta_rule(**call, state_indices=indices, inplace_state=inplace_state)
+
+    rows = before[[4, 0, 1]].float()
+    rows[1] = 0
+    truth = reference.recurrent_gated_delta_rule(
+        as_float64(replace(arguments, initial_state=rows, output_final_state=True), "cpu")
+    )
+    truth.o[1], truth.final_state[1] = 0, 0
+    state_tolerance = 1e-5 if state_dtype == torch.float32 else 1e-2
+    assert relative_error(o, truth.o) < 1e-5
+    assert torch.equal(o[1].cpu(), torch.zeros(2, 4, 24))
+    assert final_state.dtype == state_dtype
+    if inplace_state:
+        assert final_state is pool
+        assert relative_error(pool[[4, 1]], truth.final_state[[0, 2]], head_dim=1) < state_tolerance
+        assert torch.equal(pool[[0, 2, 3, 5]], before[[0, 2, 3, 5]])
+    else:
+        assert relative_error(final_state, truth.final_state, head_dim=1) < state_tolerance
+        assert torch.equal(pool, before)
+
+
+def test_state_in_place_without_indices(device):
+    arguments = problem("one_token", device=device)
+    state = arguments.initial_state.clone()
+    expected = fused_recurrent_gated_delta_rule(**decode(arguments))[1]
+    _, final_state = fused_recurrent_gated_delta_rule(**decode(arguments, initial_state=state), inplace_state=True)
+    assert final_state is state
+    assert torch.equal(state, expected)
+
+
+def test_steps_continue_a_prefill(device):
+    """One state layout for both functions: prefill, then token by token, equals the whole."""
+    arguments = problem("v_first", device=device)
+    whole, whole_state = chunk_gated_delta_rule(**public(arguments))
+    parts = {name: getattr(arguments, name).split([70, 7], dim=1) for name in ("q", "k", "v", "g", "beta")}
+    prefill = replace(arguments, **{name: first for name, (first, _) in parts.items()})
+    rest = replace(arguments, **{name: second for name, (_, second) in parts.items()})
+    first, state = chunk_gated_delta_rule(**public(prefill))
+    second, state = fused_recurrent_gated_delta_rule(**decode(replace(rest, initial_state=state)))
+    assert relative_error(torch.cat([first, second], dim=1), whole) < TOLERANCE[torch.float32]
+    assert relative_error(state, whole_state, head_dim=1) < TOLERANCE[torch.float32]
+
+
 def test_explain_takes_the_same_arguments(device):
     arguments = problem("states", device=device)
     schedule = explain_chunk_gated_delta_rule(**public(arguments))
@@ -318,6 +373,44 @@ def test_forced_chunked_equals_automatic_on_the_cpu():
     expected = chunk_gated_delta_rule(**public(arguments))
     forced = chunk_gated_delta_rule(**public(arguments), implementation="chunked")
     assert all(torch.equal(x, y) for x, y in zip(expected, forced, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_aligned"),
+    [
+        (lambda q: q, True),
+        (lambda q: q[:, 1:], True),
+        (lambda q: torch.cat([q, q], dim=-1)[..., :16], True),
+        (lambda q: torch.cat([q, q], dim=-1)[..., 8:24], True),
+        (lambda q: torch.cat([q, q], dim=-1)[..., 4:20], False),
+        (lambda q: torch.nn.functional.pad(q, (0, 4))[..., :16], False),
+        (lambda q: q[:, :, :1].expand(-1, -1, 2, -1), False),
+        (lambda q: q.mT.contiguous().mT[:, :1, :1], True),
+    ],
+)
+def test_alignment_that_tma_needs(change, is_aligned):
+    arguments = random_arguments(**SMALL, dtype=torch.bfloat16)
+    arguments = replace(arguments, q=change(arguments.q))
+    assert operators.problem_of(arguments, requires_gradient=False).is_aligned == is_aligned
+
+
+@pytest.mark.parametrize(
+    ("implementation", "stem"), [("roles", "kernel_forward_roles"), ("portable", "kernel_portable")]
+)
+def test_the_schedule_reaches_its_kernel(implementation, stem, monkeypatch):
+    arguments = problem("all_gates", output_final_state=True)
+    schedule = Schedule(implementation, 64, 64, "test")
+    expected = reference.recurrent_gated_delta_rule(arguments)
+    calls = []
+    kernel = types.SimpleNamespace(forward=lambda *call: calls.append(call) or expected)
+    monkeypatch.setitem(sys.modules, f"tilecrew.gated_delta_rule.{stem}", kernel)
+    monkeypatch.setattr(operators, "schedule_of", lambda *_: schedule)
+    o, final_state = chunk_gated_delta_rule(**public(arguments))
+    assert torch.equal(o, expected.o) and torch.equal(final_state, expected.final_state)
+    ((received, received_schedule),) = calls
+    assert received_schedule is schedule
+    # Kernels apply norms and gates themselves.
+    assert received.use_qk_l2norm and received.use_beta_sigmoid and received.A_log is arguments.A_log
 
 
 def test_import_needs_no_triton_and_no_gpu():

@@ -174,13 +174,12 @@ def fused_recurrent_gated_delta_rule(
     """The gated delta rule token by token: decode, and short runs of tokens.
 
     Argument names, order and meaning follow flash-linear-attention 0.6; the last three are additions. Works under
-    torch.compile(fullgraph=True) and in CUDA graphs: no call reads a value from the device on the host. Where an input
-    requires a gradient the "torch" implementation serves, which is differentiable.
+    torch.compile(fullgraph=True) and in CUDA graphs: "recurrent" reads no value from the device on the host ("torch"
+    reads offsets and indices). Where an input requires a gradient "torch" serves, which is differentiable.
 
     Args:
-        q, k, v, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-            state_v_first, cu_seqlens: as in `chunk_gated_delta_rule`.
+        q, k, v, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens: as in `chunk_gated_delta_rule`.
         g: [B, T, HV] natural-log decay, <= 0, or the raw gate; None for no decay.
         gk, gv: [B, T, HV, K] and [B, T, HV, V] further natural-log decay of each key and each value channel.
         beta: [B, T, HV], or [B, T, HV, V] for each value channel, write strength; None for 1.

@@ -106,7 +106,7 @@ def check_sequences(
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu is a host copy of cu_seqlens, got cu_seqlens=None")
-        sizes.set("N", q.shape[0], "q", tuple(q.shape))
+        sizes.set("N", q.shape[0], "q", q.shape)
         return
     _check_offset_tensor("cu_seqlens", cu_seqlens)
     require_same_device("cu_seqlens", cu_seqlens, "q", q)
@@ -115,7 +115,7 @@ def check_sequences(
             "q must have batch size 1 with cu_seqlens (the sequences are packed along T), "
             f"got q of shape {tuple(q.shape)} and cu_seqlens of shape {tuple(cu_seqlens.shape)}"
         )
-    sizes.set("N", cu_seqlens.shape[0] - 1, "cu_seqlens", tuple(cu_seqlens.shape))
+    sizes.set("N", cu_seqlens.shape[0] - 1, "cu_seqlens", cu_seqlens.shape)
     if cu_seqlens_cpu is not None:
         _check_offset_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
         if cu_seqlens_cpu.device.type != "cpu":

@@ -92,9 +92,10 @@ def _normalised(arguments: ForwardArguments) -> ForwardArguments:
     state = arguments.initial_state
     if state is not None:
         state = state.to(state_dtype(arguments.q)).contiguous()
-    return dataclasses.replace(
-        arguments, initial_state=state, g=arguments.g.contiguous(), beta=arguments.beta.contiguous()
-    )
+    g, beta = arguments.g.contiguous(), arguments.beta.contiguous()
+    if state is arguments.initial_state and g is arguments.g and beta is arguments.beta:
+        return arguments
+    return dataclasses.replace(arguments, initial_state=state, g=g, beta=beta)
 
 
 def _run(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:

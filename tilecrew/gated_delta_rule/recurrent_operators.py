@@ -71,7 +71,10 @@ def normalised(arguments: RecurrentArguments) -> RecurrentArguments:
         if not checks.has_contiguous_rows(state):
             state = state.contiguous()
     changed: dict[str, Any] = {name: _last_contiguous(getattr(arguments, name)) for name in ("gk", "gv", "beta")}
-    return dataclasses.replace(arguments, initial_state=state, **changed)
+    changed["initial_state"] = state
+    if all(value is getattr(arguments, name) for name, value in changed.items()):
+        return arguments
+    return dataclasses.replace(arguments, **changed)
 
 
 def _last_contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
