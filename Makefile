@@ -32,41 +32,11 @@ format: $(INSTALLED)
 gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu --gpu-record tests/gpu_record.json
 
-# Triton first: a CPU build of torch asks for none and keeps this one, a CUDA build replaces it by the one it was built with.
+# Triton first: a CPU build of torch asks for none and keeps this one, a CUDA build replaces it by the one it was made for.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps "$(TRITON)"
 	$(BIN)/python -m pip install --quiet "$(TORCH)" --editable ".[cli,transformers,fla,dev]"
-	touch $@
-
-.triton/%/.installed)
-
-.PHONY: demo test lint format gpu-test clean
-
-demo: $(INSTALLED)
-	$(BIN)/tilecrew demo
-
-test: lint $(OTHER_INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not multi_gpu"
-
-lint: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-
-format: $(INSTALLED)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
-
-gpu-test:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu --gpu-record tests/gpu_record.json
-
-# A fresh folder each time: what an earlier version needed must not hide what this one lacks.
-# The CPU build of torch asks for no version of triton, so it is named beside it.
-$(INSTALLED): pyproject.toml
-	rm -rf $(VENV)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)" "$(TRITON)" --editable ".[cli,transformers,fla,dev]"
 	touch $@
 
 .triton/%/.installed: $(INSTALLED)
