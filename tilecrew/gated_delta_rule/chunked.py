@@ -384,13 +384,15 @@ def _group_gradients(
     # dbeta_j = sum_i dA_g_ij (G * A)_ij + sum_i dN_ji N_ji / beta_j
     dbeta = (scan.W * reverse.X).sum(-1) + dbeta_pairs.sum(-1)
 
-    # dg, of the cumulative g first: pairs, reads of the state, and what is left of V_d and S at the chunk's end
-    left = (scan.left * reverse.K_dS).sum(-1).transpose(2, 3)
+    # dg_t is the sum of all that crosses token t: reads of the state by tokens >= t, the kept state, pairs i >= t > j,
+    # and what tokens < t leave to the next state. The usual way, differences of row and column sums and then a
+    # cumulative sum, loses every digit under strong gates.
     reads = (scan.from_state * reverse.dfrom_state).sum(-1).sum(2).transpose(2, 3)
-    dg = dG_G.sum(-1) - dG_G.sum(-2) + reads - left
-    kept = (scan.states * reverse.dstates).view(-1, H, K, R, V).sum((2, 4))
-    dg[..., -1] += left.sum(-1) + prepared.gamma[..., -1] * kept
-    dg = dg.flip(-1).cumsum(-1).flip(-1)
+    kept = prepared.gamma[..., -1:] * (scan.states * reverse.dstates).view(-1, H, K, R, V).sum((2, 4))[..., None]
+    pairs = dG_G.tril_(-1).cumsum(-1).tril_(-1).sum(-2)
+    left = (scan.left * reverse.K_dS).sum(-1).transpose(2, 3).cumsum(-1)
+    dg = reads.flip(-1).cumsum(-1).flip(-1) + kept
+    dg[..., 1:] += (pairs + left)[..., :-1]
 
     # dQ = gamma * (dO S^T) + dP K;  dK = dU S^T + V' dS^T + dP^T Q + (E + E^T) K, E = beta_i G * dN; summed over R
     reads_of_state = reverse.dfrom_state.view(-1, 2 * C, R * V)
