@@ -32,14 +32,15 @@ format: $(INSTALLED)
 gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu --gpu-record tests/gpu_record.json
 
-# Triton first: a CPU build of torch asks for none and keeps this one, a CUDA build replaces it by the one it was made for.
+# Triton first: a CPU build of torch asks for none and keeps this one;
+# a CUDA build replaces it by the one it was made for.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps "$(TRITON)"
 	$(BIN)/python -m pip install --quiet "$(TORCH)" --editable ".[cli,transformers,fla,dev]"
 	touch $@
 
-.triton/%/.installed: $(INSTALLED)
+.triton/%/.installed: | $(INSTALLED)
 	rm -rf .triton/$*
 	$(BIN)/python -m pip install --quiet --no-deps --target .triton/$* triton==$*
 	touch $@
