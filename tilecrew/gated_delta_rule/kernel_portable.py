@@ -88,7 +88,6 @@ def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config
     """What the kernels are compiled for, and how they are launched."""
     num_heads, key_dim = arguments.q.shape[2:]
     num_value_heads, value_dim = arguments.v.shape[2:]
-    is_half = arguments.q.dtype != torch.float32
     block_k = max(16, triton.next_power_of_2(key_dim))
     config = Config(
         H=num_heads,
@@ -102,8 +101,7 @@ def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config
         USE_L2NORM=arguments.use_qk_l2norm,
         USE_BETA_SIGMOID=arguments.use_beta_sigmoid,
         ALLOW_NEG_EIGVAL=arguments.allow_neg_eigval,
-        DOT_PRECISION="ieee",
-        INVERSE_PRECISION="tf32x3" if is_half and torch.version.hip is None else "ieee",
+        PRECISION="ieee" if torch.version.hip is not None else "tf32x3",
         NUM_STAGES=1,
     )
     return config, Launch(prepare_warps=4, forward_warps=4 if block_k * schedule.block_v <= 8192 else 8, forward_stages=1)
@@ -148,9 +146,10 @@ def forward_kernel(
 ):
     """One sequence, value head and block of V: every chunk, then the final state."""
     C: tl.constexpr = config.C
-    NUM_V_BLOCKS: tl.constexpr = (config.V + config.BLOCK_V - 1) // config.BLOCK_V
+    BLOCK_V: tl.constexpr = config.BLOCK_V
+    NUM_V_BLOCKS: tl.constexpr = (config.V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
-    first_value = (program % NUM_V_BLOCKS) * config.BLOCK_V
+    first_value = (program % NUM_V_BLOCKS) * BLOCK_V
     head = (program // NUM_V_BLOCKS) % config.HV
     sequence = (program // (NUM_V_BLOCKS * config.HV)).to(tl.int64)
 
@@ -169,7 +168,7 @@ def forward_kernel(
         first_slot = start // C + sequence
         if sequence == num_sequences:
             for first in range(start, end, C):
-                zeros = tl.zeros([C, config.BLOCK_V], tl.float32)
+                zeros = tl.zeros([C, BLOCK_V], tl.float32)
                 store_output(o, zeros, first, end - first, head, first_value, config)
             return
 
@@ -195,7 +194,7 @@ def chunk_step(
 ):
     """One chunk: (next state [BLOCK_K, BLOCK_V], O [C, BLOCK_V]), both float32."""
     C: tl.constexpr = config.C
-    PRECISION: tl.constexpr = config.DOT_PRECISION
+    PRECISION: tl.constexpr = config.PRECISION
     key_head = head // (config.HV // config.H)
     row = tl.arange(0, C)
     square = slot_head * (C * C) + row[:, None] * C + row[None, :]
@@ -248,8 +247,10 @@ def state_tile(sequence, head, first_value, config: tl.constexpr):
 @triton.jit
 def load_state(states, sequence, head, first_value, config: tl.constexpr):
     """The initial state in float32, zeros without one."""
+    BLOCK_K: tl.constexpr = config.BLOCK_K
+    BLOCK_V: tl.constexpr = config.BLOCK_V
     if states.initial is None:
-        return tl.zeros([config.BLOCK_K, config.BLOCK_V], tl.float32)
+        return tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     else:
         tile, exists = state_tile(sequence, head, first_value, config)
         return tl.load(states.initial + tile, mask=exists, other=0.0).to(tl.float32)

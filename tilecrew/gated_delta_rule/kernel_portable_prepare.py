@@ -10,7 +10,7 @@ into grid.x. A slot of no chunk only zeroes its part of h.
 
 Buffers (written here, read by `kernel_portable`): see Workspace.
 
-Per program: find the chunk of the slot -> load g, beta, k -> norms -> K K^T -> inverse, by doubling -> store A_g -> load q ->
+Per program: find the chunk of the slot -> load g, beta, k -> norms -> K K^T -> inverse -> store A_g -> load q ->
 store P_g, g and the norms. Rows past the end of a sequence are loaded as zeros (never multiplied by zero), with g and beta 0.
 """
 
@@ -75,8 +75,7 @@ class Config(NamedTuple):
     USE_L2NORM: bool
     USE_BETA_SIGMOID: bool
     ALLOW_NEG_EIGVAL: bool
-    DOT_PRECISION: str
-    INVERSE_PRECISION: str
+    PRECISION: str
     NUM_STAGES: int
 
 
@@ -114,7 +113,7 @@ def prepare_kernel(
     # G_ij = 1[i >= j] e^(g_i - g_j): the exponent is masked, because above the diagonal its exponential could be infinite.
     is_past = row[:, None] >= row[None, :]
     G = tl.where(is_past, tl.exp(tl.where(is_past, g[:, None] - g[None, :], 0.0)), 0.0)
-    KK = tl.dot(k, tl.trans(k), input_precision=config.DOT_PRECISION)
+    KK = tl.dot(k, tl.trans(k), input_precision=config.PRECISION)
     A = unit_lower_inverse(tl.where(row[:, None] > row[None, :], beta[:, None] * G * KK, 0.0), config)
     A_g = A * beta[None, :]
 
@@ -123,7 +122,7 @@ def prepare_kernel(
         norm = inverse_norm(q)
         q = scaled_rows(q, norm)
         tl.store(rows + C, norm)
-    P_g = scale * G * tl.dot(q, tl.trans(k), input_precision=config.DOT_PRECISION)
+    P_g = scale * G * tl.dot(q, tl.trans(k), input_precision=config.PRECISION)
 
     square = slot_head * (C * C) + row[:, None] * C + row[None, :]
     tl.store(workspace.A_g + square, A_g.to(k.dtype))
@@ -132,25 +131,44 @@ def prepare_kernel(
 
 @triton.jit
 def unit_lower_inverse(N, config: tl.constexpr):
-    """(I + N)^-1 of a strictly lower triangular N [C, C], in float32.
-
-    By doubling: with the inverses of the diagonal blocks of b rows known, two neighbours P, R joined by L below the diagonal
-    have the inverse [[P^-1, 0], [-R^-1 L P^-1, R^-1]]. All pairs at once: A <- A - A N_joins A. The arithmetic is that of
-    block forward substitution, so it is as accurate; sums of powers of N would cancel catastrophically for equal keys.
-    """
+    """(I + N)^-1 of a strictly lower triangular N [C, C], in float32: diagonal blocks of 16 rows by substitution, then pairs
+    of neighbouring blocks joined on tensor cores. A sum of powers of N would cancel catastrophically for equal keys."""
     C: tl.constexpr = config.C
-    row = tl.arange(0, C)[:, None]
-    column = tl.arange(0, C)[None, :]
-    # b = 1: the blocks are the unit diagonal, so A N_joins A is N_joins.
-    is_join = (row % 2 == 1) & (column == row - 1)
-    A = tl.where(row == column, 1.0, tl.where(is_join, -N, 0.0))
-    NUM_DOUBLINGS: tl.constexpr = (C >= 32) + (C >= 64) + 3
-    for level in tl.static_range(NUM_DOUBLINGS):
-        BLOCK: tl.constexpr = 2 << level
-        is_join = (row // BLOCK % 2 == 1) & (column // BLOCK == row // BLOCK - 1)
-        joined = tl.dot(tl.where(is_join, N, 0.0), A, input_precision=config.INVERSE_PRECISION)
-        A -= tl.dot(A, joined, input_precision=config.INVERSE_PRECISION)
+    A = diagonal_inverses(N, C)
+    if C >= 32:
+        A = joined_blocks(A, N, 16, config)
+    if C >= 64:
+        A = joined_blocks(A, N, 32, config)
     return A
+
+
+@triton.jit
+def diagonal_inverses(N, C: tl.constexpr):
+    """The inverses of the diagonal blocks of 16 rows of I + N, zeros elsewhere, by forward substitution in all blocks at once."""
+    NUM_BLOCKS: tl.constexpr = C // 16
+    block = tl.arange(0, NUM_BLOCKS)
+    is_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.sum(tl.where(is_diagonal, tl.reshape(N, [NUM_BLOCKS, 16, NUM_BLOCKS, 16]), 0.0), 2)
+    row = tl.arange(0, 16)[None, :, None]
+    inverse = tl.where(row == tl.arange(0, 16)[None, None, :], 1.0, 0.0) + tl.zeros([NUM_BLOCKS, 16, 16], tl.float32)
+    for i in range(1, 16):
+        # row i of the inverse = e_i - sum over j < i of N_ij (row j of the inverse)
+        N_i = tl.sum(tl.where(row == i, blocks, 0.0), 1)
+        inverse -= tl.where(row == i, tl.sum(N_i[:, :, None] * inverse, 1)[:, None, :], 0.0)
+    return tl.reshape(tl.where(is_diagonal, inverse[:, :, None, :], 0.0), [C, C])
+
+
+@triton.jit
+def joined_blocks(A, N, BLOCK: tl.constexpr, config: tl.constexpr):
+    """The inverses of the diagonal blocks of 2 * BLOCK rows from those of BLOCK rows.
+
+    With P and R joined by L below the diagonal, [[P, 0], [L, R]]^-1 = [[P^-1, 0], [-R^-1 L P^-1, R^-1]]: all pairs at once.
+    """
+    row = tl.arange(0, config.C)[:, None]
+    column = tl.arange(0, config.C)[None, :]
+    is_join = (row // BLOCK % 2 == 1) & (column // BLOCK == row // BLOCK - 1)
+    N_joins_A = tl.dot(tl.where(is_join, N, 0.0), A, input_precision=config.PRECISION)
+    return A - tl.dot(A, N_joins_A, input_precision=config.PRECISION)
 
 
 @triton.jit
@@ -219,10 +237,11 @@ def scaled_rows(x, factor):
 @triton.jit
 def zero_state(h, slot_head, config: tl.constexpr):
     """h[slot, head] = 0."""
+    BLOCK_K: tl.constexpr = config.BLOCK_K
     BLOCK_V: tl.constexpr = config.BLOCK_V
-    key = tl.arange(0, config.BLOCK_K)[:, None]
+    key = tl.arange(0, BLOCK_K)[:, None]
     for first_value in range(0, config.V, BLOCK_V):
         value = first_value + tl.arange(0, BLOCK_V)[None, :]
         pointers = h + slot_head * (config.K * config.V) + key * config.V + value
-        zeros = tl.zeros([config.BLOCK_K, BLOCK_V], h.dtype.element_ty)
+        zeros = tl.zeros([BLOCK_K, BLOCK_V], h.dtype.element_ty)
         tl.store(pointers, zeros, mask=(key < config.K) & (value < config.V))
