@@ -1,4 +1,4 @@
-"""The command line: `tilecrew demo` and `tilecrew doctor`. Needs the extra `cli`; `main` says so where it is missing."""
+"""The command line: `tilecrew demo` and `tilecrew doctor`. Without the extra `cli`, `main` says what is missing."""
 
 import importlib
 import importlib.metadata
@@ -77,7 +77,7 @@ def build_app() -> Any:
 
     @app.command()
     def doctor() -> None:
-        """Show versions, the device, which implementations can run here and why not, and which integrations are available."""
+        """Show versions, the device, which implementations can run here and why not, and the integrations."""
         from rich.console import Console
 
         print_report(Console())
@@ -142,7 +142,7 @@ def _device_facts(device: "torch.device") -> list[tuple[str, ...]]:
 
 
 def _implementations(device: "torch.device") -> list[tuple[str, ...]]:
-    """One row per implementation and kind of problem: Qwen3-Next's heads in bfloat16, the same with a gradient, and in float32."""
+    """One row per implementation and problem: Qwen3-Next's heads in bfloat16, with a gradient, and in float32."""
     from dataclasses import replace
 
     from tilecrew._hardware import hardware_of
@@ -154,7 +154,7 @@ def _implementations(device: "torch.device") -> list[tuple[str, ...]]:
         "bfloat16, gradient": replace(heads, requires_gradient=True),
         "float32": replace(heads, dtype="float32"),
     }
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for implementation in (*IMPLEMENTATIONS, *RECURRENT_IMPLEMENTATIONS):
         kind = "decode" if implementation in RECURRENT_IMPLEMENTATIONS else "prefill"
         for name, problem in problems.items():
@@ -166,12 +166,13 @@ def _implementations(device: "torch.device") -> list[tuple[str, ...]]:
 
 def _integrations() -> list[tuple[str, ...]]:
     """Tries to switch each integration on, and off again."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in ("transformers", "fla"):
         integration = importlib.import_module(f"tilecrew.integrations.{name}")
         try:
             with warnings.catch_warnings():
-                # Where there is no GPU flash-linear-attention warns when it is imported; that is no news in this report.
+                # Where there is no GPU flash-linear-attention warns when it is imported; that is no news in this
+                # report.
                 warnings.simplefilter("ignore")
                 integration.enable()
         except (ImportError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""`tilecrew demo`: a small Qwen3-Next model with random weights, run by tilecrew and checked against transformers' torch path.
+"""`tilecrew demo`: a small Qwen3-Next with random weights, run by tilecrew, checked against transformers' torch path.
 
     model.py        text, tokenizer, configuration, weights
     agreement.py    prefill and decode on both paths, logits compared

@@ -1,4 +1,4 @@
-"""What the demo runs: bundled text, a tokenizer trained on it, and a small Qwen3-Next with random weights. Nothing is downloaded."""
+"""What the demo runs: bundled text, a tokenizer trained on it, a small Qwen3-Next with random weights. No download."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ VOCABULARY_SIZE = 1024
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes that differ between devices: hidden size, layers, and heads of the Gated DeltaNet layers (head size 128)."""
+    """What differs between devices: hidden size, layers, and heads of the Gated DeltaNet layers (head size 128)."""
 
     hidden_size: int
     num_layers: int
@@ -48,7 +48,7 @@ def token_ids(tokenizer: ByteLevelBPETokenizer, text: str, num_tokens: int, devi
 
 
 def build_config(size: ModelSize) -> Qwen3NextConfig:
-    """A Qwen3-Next configuration: three Gated DeltaNet layers to each full-attention layer, eight experts, two of them per token."""
+    """Qwen3-Next with three Gated DeltaNet layers to each full-attention layer and eight experts, two per token."""
     return Qwen3NextConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=size.hidden_size,
@@ -71,8 +71,9 @@ def build_config(size: ModelSize) -> Qwen3NextConfig:
 def build_model(size: ModelSize, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
     """The model in evaluation mode, the same weights for the same seed.
 
-    transformers draws decay rates so fast that most heads forget within a few tokens. Trained models keep many heads that hardly
-    forget, so the rates are drawn again, e^A_log log-uniform in [0.001, 1]: errors in the carried state then reach the logits.
+    transformers draws decay rates so fast that most heads forget within a few tokens. Trained models keep many heads
+    that hardly forget, so the rates are drawn again, e^A_log log-uniform in [0.001, 1]: errors in the carried state
+    then reach the logits.
     """
     torch.manual_seed(seed)
     model = Qwen3NextForCausalLM(build_config(size)).eval().requires_grad_(False)

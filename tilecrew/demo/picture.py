@@ -7,10 +7,10 @@ import matplotlib
 
 matplotlib.use("Agg")  # A command writes files and opens no window.
 
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullLocator  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from tilecrew.demo.timing import Timing, speed_up  # noqa: E402
+from tilecrew.demo.timing import Timing, speed_up
 
 TITLES = {"operator": "Gated delta rule, one layer", "model": "Whole model, prefill"}
 COLOURS = {"tilecrew": "#0b6e8a", "transformers": "#c4662b"}
@@ -20,13 +20,13 @@ RATIO_NOTE = "Beside each point: time of transformers divided by time of tilecre
 
 
 def draw(timings: list[Timing], subtitle: str, path: Path) -> None:
-    """Two panels side by side, time over sequence length on logarithmic axes, with the ratio of the two at each length."""
+    """Two panels, time over sequence length on logarithmic axes, with the ratio of the two paths at each length."""
     with plt.rc_context({"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": "#b8bcc2"}):
         figure, panels = plt.subplots(1, len(TITLES), figsize=(11.5, 5.6), layout="constrained")
         figure.text(0.015, 0.955, "Prefill time against sequence length", fontsize=15, fontweight="bold", va="center")
         figure.text(0.015, 0.905, subtitle, fontsize=9.5, color=GREY, va="center")
         figure.text(0.015, 0.870, RATIO_NOTE, fontsize=9.5, color=GREY, va="center")
-        figure.get_layout_engine().set(rect=(0.008, 0.01, 0.98, 0.83), wspace=0.06)  # type: ignore[call-arg,union-attr]
+        figure.get_layout_engine().set(rect=(0.008, 0.01, 0.98, 0.83), wspace=0.06)
         for panel, what in zip(panels, TITLES, strict=True):
             _draw_panel(panel, timings, what)
         figure.savefig(path, dpi=150, facecolor="white")

@@ -1,5 +1,6 @@
-"""Prefill time against sequence length, tilecrew beside transformers' torch path, each measured here: the model, and the operator alone."""
+"""Prefill time against sequence length, tilecrew beside transformers' torch path: whole model, and operator alone."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -34,13 +35,13 @@ class Timing:
 def measure(
     model: Any, size: ModelSize, prompts: list[torch.Tensor], repeats: int, advance: Callable[[], None]
 ) -> list[Timing]:
-    """Times every prompt [1, T] on both paths; `advance` is called after each of the 2 * len(prompts) measured pairs."""
+    """Times every prompt [1, T] on both paths; `advance` is called after each of 2 * len(prompts) measured pairs."""
     timings = []
     for prompt in prompts:
         inputs = operator_inputs(size, prompt.shape[1], model.dtype, prompt.device)
         calls: dict[str, Callable[[], Any]] = {
-            "operator": lambda inputs=inputs: _call_operator(*inputs),
-            "model": lambda prompt=prompt: model(prompt, use_cache=False, logits_to_keep=1),
+            "operator": functools.partial(_call_operator, *inputs),
+            "model": functools.partial(model, prompt, use_cache=False, logits_to_keep=1),
         }
         for what, call in calls.items():
             for path, milliseconds in _time_paths(call, repeats, prompt.device):
@@ -50,7 +51,7 @@ def measure(
 
 
 def operator_inputs(size: ModelSize, num_tokens: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """query, key, value, g, beta as a layer passes them: views of one channels-first convolution output, g in float32."""
+    """query, key, value, g, beta as a layer passes them: views of one channels-first tensor, g in float32."""
     generator = torch.Generator().manual_seed(num_tokens)
     widths = [heads * HEAD_DIM for heads in (size.num_key_heads, size.num_key_heads, size.num_value_heads)]
     mixed = torch.randn(1, sum(widths), num_tokens, generator=generator).to(device, dtype).transpose(1, 2)
@@ -67,7 +68,7 @@ def speed_up(timings: list[Timing], what: str) -> list[tuple[int, float]]:
 
 
 def _call_operator(*inputs: torch.Tensor) -> None:
-    """The operator that a Qwen3-Next layer finds in its module: tilecrew's or transformers', as the path in force has it."""
+    """The operator that a Qwen3-Next layer finds in its module: that of the path in force."""
     from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
     q, k, v, g, beta = inputs
@@ -76,7 +77,7 @@ def _call_operator(*inputs: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def _time_paths(call: Callable[[], Any], repeats: int, device: torch.device) -> Iterator[tuple[str, float]]:
-    """Median of `repeats` runs after one that is not counted, of fewer runs on a machine so slow that they pass PATIENCE.
+    """Median of `repeats` runs after one that is not counted; of fewer where they would pass PATIENCE.
 
     The paths take turns, so that a slow moment hits both.
     """

@@ -4,13 +4,15 @@
     integration.enable()
     integration.disable()
 
-How it works. Prefill and training, `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, is one of FLA's dispatch points: `enable` registers
-a backend there with priority 2, which is asked before FLA's own FlashQLA adapter (3). FLA_TILECREW=0 in the environment switches it off.
-Decode, `fused_recurrent_gated_delta_rule`, is no dispatch point: `enable` replaces that name in every loaded `fla` module
-that holds FLA's function (`fla.ops`, `fla.layers.gated_deltanet`, ...), and `disable` puts it back.
+How it works. Prefill and training, `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, is one of FLA's dispatch points:
+`enable` registers a backend there with priority 2, which is asked before FLA's own FlashQLA adapter (3). FLA_TILECREW=0
+in the environment switches it off. Decode, `fused_recurrent_gated_delta_rule`, is no dispatch point: `enable` replaces
+that name in every loaded `fla` module that holds FLA's function (`fla.ops`, `fla.layers.gated_deltanet`, ...), and
+`disable` puts it back.
 
-FLA's own kernels keep what the backend declines: context parallelism (`cp_context`), keyword arguments that tilecrew does not know, and,
-on a GPU, calls that need a gradient, because tilecrew's backward runs in torch at present. FLA logs each such reason once.
+FLA's own kernels keep what the backend declines: context parallelism (`cp_context`), keyword arguments that tilecrew
+does not know, and, on a GPU, calls that need a gradient, because tilecrew's backward runs in torch at present. FLA logs
+each such reason once.
 """
 
 import functools
@@ -44,7 +46,8 @@ def enable() -> list[str]:
     """Registers the backend and patches decode; returns the names of the modules whose decode function was replaced.
 
     Calling it again also patches modules that were imported in between and took FLA's function from elsewhere. Raises
-    ImportError where FLA is missing or older than 0.6, RuntimeError where FLA_DISABLE_BACKEND_DISPATCH=1 turned dispatch off.
+    ImportError where FLA is missing or older than 0.6, RuntimeError where FLA_DISABLE_BACKEND_DISPATCH=1 turned
+    dispatch off.
     """
     global _is_enabled, _decode
     backends = _backends_module()
@@ -61,7 +64,7 @@ def enable() -> list[str]:
 
 
 def disable() -> None:
-    """Puts FLA's decode function back and makes the registered backend unavailable. Does nothing where it is not enabled."""
+    """Puts FLA's decode function back and switches the registered backend off. Does nothing where it is not enabled."""
     global _is_enabled
     if _decode is not None:
         original, replacement = _decode
@@ -91,10 +94,10 @@ def _backends_module() -> ModuleType:
 
 
 def _make_backend(base: type, chunk_function: Callable[..., Any]) -> type:
-    """The backend class for FLA's registry. FLA calls `f_verifier` first, then `f`, with the arguments as the user wrote them."""
+    """The backend class for FLA's registry, which calls `f_verifier`, then `f`, with the user's own arguments."""
     signature = inspect.signature(chunk_function)
 
-    class TilecrewBackend(base):  # type: ignore[misc,valid-type]
+    class TilecrewBackend(base):
         backend_type = "tilecrew"
         package_name = "tilecrew"
         env_var = "FLA_TILECREW"
@@ -140,7 +143,7 @@ def _bind(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[dict[st
 
 
 def _declined(named: dict[str, Any], extra: dict[str, Any]) -> str | None:
-    """Why FLA's own kernels shall serve this call, or None. Wrong input is not declined: tilecrew raises what is wrong with it."""
+    """Why FLA's own kernels shall serve this call, or None. Wrong input is not declined: tilecrew raises its error."""
     unknown = sorted(set(extra) - CHUNK_EXTRA)
     if unknown:
         return f"tilecrew does not know the keyword arguments {', '.join(unknown)}"

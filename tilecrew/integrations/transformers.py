@@ -4,11 +4,12 @@
     integration.enable()        # every model, built before or after
     integration.disable()       # transformers' own functions again
 
-How it works. Since transformers 5.16 a Gated DeltaNet layer calls the functions `torch_chunk_gated_delta_rule` (prefill, training)
-and `torch_recurrent_gated_delta_rule` (decode: one token, cached state) as *globals of its modeling module*, at every forward.
-(The names say torch; the decorator on them may already serve flash-linear-attention or a Hub kernel.) `enable` replaces
-those globals, so there is nothing to rebuild in a model. It also replaces `causal_conv1d_fn`, the short convolution
-before the delta rule, for packed batches only: the convolution too must not look across a sequence boundary.
+How it works. Since transformers 5.16 a Gated DeltaNet layer calls the functions `torch_chunk_gated_delta_rule`
+(prefill, training) and `torch_recurrent_gated_delta_rule` (decode: one token, cached state) as *globals of its modeling
+module*, at every forward. (The names say torch; the decorator on them may already serve flash-linear-attention or a Hub
+kernel.) `enable` replaces those globals, so there is nothing to rebuild in a model. It also replaces
+`causal_conv1d_fn`, the short convolution before the delta rule, for packed batches only: the convolution too must not
+look across a sequence boundary.
 
 `enable` has no effect on layers whose whole `forward` was replaced by a Hub kernel (`use_kernels=True`).
 """
@@ -22,18 +23,19 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import tilecrew
 
-#: The modeling modules of transformers that have Gated DeltaNet layers; those that the installed version lacks are skipped.
+#: The modeling modules of transformers that have Gated DeltaNet layers; those that the installed version lacks are
+#: skipped.
 MODEL_NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini")
 
 CHUNK = "torch_chunk_gated_delta_rule"
 RECURRENT = "torch_recurrent_gated_delta_rule"
 CONVOLUTION = "causal_conv1d_fn"
 
-#: Keyword arguments of a transformers forward that reach the operator and do not concern it: they steer attention masks, losses and outputs.
+#: Keyword arguments of a transformers forward that reach the operator and do not concern it: they steer attention
+#: masks, losses and outputs.
 IRRELEVANT = frozenset(
     {
         "attention_mask",
@@ -147,18 +149,21 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What a layer calls on more than one token: transformers' arguments in, `tilecrew.chunk_gated_delta_rule` behind.
 
-    query, key [B, T, H, K], value [B, T, HV, V], g and beta [B, T, HV], initial_state [B, HV, K, V]; cu_seqlens [N + 1]: the
-    sequences of a packed batch (B is 1), the state starts from zero at each. Returns (o [B, T, HV, V], final state or None).
-    Raises ValueError for a packed batch that continues a cache, TypeError for a tensor that it does not know.
+    query, key [B, T, H, K], value [B, T, HV, V], g and beta [B, T, HV], initial_state [B, HV, K, V]; cu_seqlens [N +
+    1]: the sequences of a packed batch (B is 1), the state starts from zero at each. Returns (o [B, T, HV, V], final
+    state or None). Raises ValueError for a packed batch that continues a cache, TypeError for a tensor that it does not
+    know.
     """
     _check_extra(kwargs, cu_seqlens)
     if cu_seqlens is not None and cu_seqlens.shape[0] > 2 and initial_state is not None:
         raise ValueError(
-            f"a packed batch (cu_seq_lens_q describes {cu_seqlens.shape[0] - 1} sequences) cannot continue a cache, whose "
-            f"convolution state belongs to one sequence a row; pass the sequences as batch rows, or without a cache"
+            f"a packed batch (cu_seq_lens_q describes {cu_seqlens.shape[0] - 1} sequences) cannot continue a cache, "
+            "whose convolution state belongs to one sequence a row: pass them as batch rows, or without a cache"
         )
     o, final_state, *_ = tilecrew.chunk_gated_delta_rule(
-        *_last_dimension_contiguous(query, key, value),
+        q=_last_dimension_contiguous(query),
+        k=_last_dimension_contiguous(key),
+        v=_last_dimension_contiguous(value),
         g=g,
         beta=beta,
         initial_state=_float32(initial_state),
@@ -182,15 +187,17 @@ def recurrent_gated_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a layer calls to decode one token: `tilecrew.fused_recurrent_gated_delta_rule` behind transformers' arguments.
+    """What a layer calls to decode one token: `tilecrew.fused_recurrent_gated_delta_rule` behind.
 
-    Shapes and errors as in `chunk_gated_delta_rule`. With gradients disabled the final state replaces initial_state in place: that
-    is the cache's buffer, into which the layer would copy the final state next.
+    Shapes and errors as in `chunk_gated_delta_rule`. With gradients disabled the final state replaces initial_state in
+    place: that is the cache's buffer, into which the layer would copy the final state next.
     """
     _check_extra(kwargs, cu_seqlens)
     updates_cache = initial_state is not None and output_final_state and not torch.is_grad_enabled()
     return tilecrew.fused_recurrent_gated_delta_rule(
-        *_last_dimension_contiguous(query, key, value),
+        q=_last_dimension_contiguous(query),
+        k=_last_dimension_contiguous(key),
+        v=_last_dimension_contiguous(value),
         g=g,
         beta=beta,
         initial_state=_float32(initial_state),
@@ -210,8 +217,8 @@ def packed_causal_convolution(
 ) -> torch.Tensor:
     """Depthwise causal convolution that does not look across sequence boundaries.
 
-    hidden_states [1, channels, T], weight [channels, width], bias [channels] or None; activation: a name that transformers
-    knows, or None; sequence_index [1, T]: which sequence each token belongs to. Returns [1, channels, T].
+    hidden_states [1, channels, T], weight [channels, width], bias [channels] or None; activation: a name that
+    transformers knows, or None; sequence_index [1, T]: which sequence each token belongs to. Returns [1, channels, T].
 
         out[t] = bias + sum over j < width of weight[width - 1 - j] * x[t - j], terms of another sequence left out
     """
@@ -221,7 +228,7 @@ def packed_causal_convolution(
     for lag in range(1, min(width, x.shape[-1])):
         same_sequence = sequence_index[:, lag:] == sequence_index[:, :-lag]
         term = x[..., :-lag] * weight[:, width - 1 - lag : width - lag] * same_sequence[:, None]
-        out = out + F.pad(term, (lag, 0))
+        out = out + torch.nn.functional.pad(term, (lag, 0))
     if bias is not None:
         out = out + bias[:, None]
     if activation is not None:
@@ -239,17 +246,19 @@ def _packed_convolution(original: Callable[..., torch.Tensor]) -> Callable[..., 
         activation: str | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        cu_seqlens, sequence_index = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+        cu_seqlens: torch.Tensor | None = kwargs.get("cu_seq_lens_q")
+        sequence_index: torch.Tensor | None = kwargs.get("seq_idx")
         if sequence_index is None and (cu_seqlens is None or cu_seqlens.shape[0] <= 2):
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         num_tokens = hidden_states.shape[-1]
         if sequence_index is None:
+            assert cu_seqlens is not None
             positions = torch.arange(num_tokens, device=hidden_states.device, dtype=cu_seqlens.dtype)
             sequence_index = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)[None]
         if hidden_states.shape[0] != 1 or sequence_index.shape != (1, num_tokens):
             raise ValueError(
-                f"a packed batch has one row, and seq_idx one entry for each of its tokens, without a cached past; got "
-                f"{hidden_states.shape[0]} rows of {num_tokens} tokens and seq_idx of shape {tuple(sequence_index.shape)}"
+                f"a packed batch has one row, and seq_idx one entry for each of its tokens, without a cached past; "
+                f"got {hidden_states.shape[0]} rows of {num_tokens} tokens and seq_idx {tuple(sequence_index.shape)}"
             )
         return packed_causal_convolution(hidden_states, weight, bias, activation, sequence_index)
 
@@ -271,8 +280,8 @@ def _modeling_modules() -> list[ModuleType]:
     # Before 5.16 a layer bound its functions as attributes in __init__: replacing globals would change new models only.
     if not modules or not all(_calls_globals(module) for module in modules):
         raise ImportError(
-            f"tilecrew.integrations.transformers needs transformers 5.16 or newer (found {version}): the Gated DeltaNet layers "
-            f"of this version do not call {CHUNK} through their module"
+            f"tilecrew.integrations.transformers needs transformers 5.16 or newer, found {version}: "
+            f"its Gated DeltaNet layers do not call {CHUNK} through their module"
         )
     return modules
 
@@ -281,9 +290,9 @@ def _calls_globals(module: ModuleType) -> bool:
     """Whether a layer's forward in this module looks the operators up in the module's globals."""
     if not all(hasattr(module, name) for name in (CHUNK, RECURRENT, CONVOLUTION)):
         return False
-    layers = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
-    codes = [getattr(inspect.unwrap(cls.forward), "__code__", None) for cls in layers if "forward" in vars(cls)]
-    return any(code is not None and {CHUNK, RECURRENT} <= set(code.co_names) for code in codes)
+    classes = [value for value in vars(module).values() if inspect.isclass(value)]
+    forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in classes if "forward" in vars(cls)]
+    return any({CHUNK, RECURRENT} <= set(forward.__code__.co_names) for forward in forwards)
 
 
 def _refusing_packed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,21 +307,21 @@ def _refusing_packed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_extra(extra: dict[str, Any], cu_seqlens: torch.Tensor | None) -> None:
-    """Refuses what would change the result if it were dropped: unknown tensors, and packing that only seq_idx describes."""
+    """Refuses what must not be dropped: tensors of unknown meaning, and packing that only seq_idx describes."""
     if extra.get("seq_idx") is not None and cu_seqlens is None:
         raise ValueError("seq_idx without cu_seq_lens_q: the delta rule resets its state by cu_seq_lens_q, pass both")
     for name, value in extra.items():
         parts = value if isinstance(value, (list, tuple)) else (value,)
         if name not in IRRELEVANT and name != "seq_idx" and any(isinstance(part, torch.Tensor) for part in parts):
             raise TypeError(
-                f"tensor argument {name!r} reached the gated delta rule from a transformers layer, and tilecrew does not know "
-                f"what it means there; tilecrew.integrations.transformers.disable() returns to transformers' own functions"
+                f"tensor argument {name!r} reached the gated delta rule from a transformers layer, and tilecrew does "
+                "not know what it means there; tilecrew.integrations.transformers.disable() restores transformers' own"
             )
 
 
-def _last_dimension_contiguous(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _last_dimension_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The layers pass views of a channels-first convolution output, whose last dimension has the stride T."""
-    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _float32(state: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,0 +1,86 @@
+"""The commands and their messages; the demo itself is in test_demo.py."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tilecrew import cli
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def invoke(*arguments: str):
+    from typer.testing import CliRunner
+
+    return CliRunner().invoke(cli.build_app(), list(arguments))
+
+
+def without(monkeypatch, *names: str) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in names else find_spec(name, *rest)
+    )
+
+
+def test_help_lists_the_commands():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert "demo" in result.output
+    assert "doctor" in result.output
+
+
+def test_doctor_reports_versions_device_implementations_and_integrations():
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    assert torch.__version__.split("+")[0] in result.output
+    for word in ("roles (prefill)", "portable (prefill)", "chunked (prefill)", "recurrent (decode)", "torch (decode)"):
+        assert word in result.output
+    assert "the kernel has no backward" in result.output
+    if not torch.cuda.is_available():
+        assert "Triton has no compiler for cpu tensors" in result.output
+
+
+def test_doctor_says_why_an_integration_is_not_available(monkeypatch):
+    without(monkeypatch, "transformers")
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    assert "needs the transformers package" in result.output
+
+
+def test_main_without_the_extra(monkeypatch):
+    without(monkeypatch, "typer")
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert "typer" in stop.value.code
+    assert "tilecrew[cli,transformers]" in stop.value.code
+
+
+def test_demo_without_its_packages(monkeypatch):
+    without(monkeypatch, "matplotlib")
+    result = invoke("demo")
+    assert result.exit_code == 2
+    assert "the demo needs matplotlib" in result.output
+
+
+def test_demo_on_an_unknown_device():
+    result = invoke("demo", "--device", "abacus")
+    assert result.exit_code == 2
+    assert "'abacus'" in result.output
+
+
+def test_choose_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.choose_device("auto").type == "cpu"
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        cli.choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.choose_device("auto").type == "cuda"
+    assert cli.choose_device("cpu").type == "cpu"
