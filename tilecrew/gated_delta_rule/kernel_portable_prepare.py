@@ -132,13 +132,21 @@ def prepare_kernel(
 @triton.jit
 def unit_lower_inverse(N, config: tl.constexpr):
     """(I + N)^-1 of a strictly lower triangular N [C, C], in float32: diagonal blocks of 16 rows by substitution, then pairs
-    of neighbouring blocks joined on tensor cores. A sum of powers of N would cancel catastrophically for equal keys."""
+    of neighbouring blocks joined on tensor cores. A sum of powers of N would cancel catastrophically for equal keys.
+
+    With P and R joined by L below the diagonal, [[P, 0], [L, R]]^-1 = [[P^-1, 0], [-R^-1 L P^-1, R^-1]].
+    """
     C: tl.constexpr = config.C
     A = diagonal_inverses(N, C)
-    if C >= 32:
-        A = joined_blocks(A, N, 16, config)
-    if C >= 64:
-        A = joined_blocks(A, N, 32, config)
+    if C == 32:
+        A = joined_blocks(A, N, config)
+    if C == 64:
+        N_P, N_L, N_R = quarters(N, C)
+        A_P, A_L, A_R = quarters(A, C)
+        A_P = joined_blocks(A_P, N_P, config)
+        A_R = joined_blocks(A_R, N_R, config)
+        A_L = -tl.dot(A_R, tl.dot(N_L, A_P, input_precision=config.PRECISION), input_precision=config.PRECISION)
+        A = from_quarters(A_P, A_L, A_R, C)
     return A
 
 
@@ -159,16 +167,29 @@ def diagonal_inverses(N, C: tl.constexpr):
 
 
 @triton.jit
-def joined_blocks(A, N, BLOCK: tl.constexpr, config: tl.constexpr):
-    """The inverses of the diagonal blocks of 2 * BLOCK rows from those of BLOCK rows.
+def joined_blocks(A, N, config: tl.constexpr):
+    """The inverse of I + N [32, 32] from A, which has those of its two diagonal blocks."""
+    half = tl.arange(0, 32) // 16
+    L = tl.where((half[:, None] == 1) & (half[None, :] == 0), N, 0.0)
+    return A - tl.dot(A, tl.dot(L, A, input_precision=config.PRECISION), input_precision=config.PRECISION)
 
-    With P and R joined by L below the diagonal, [[P, 0], [L, R]]^-1 = [[P^-1, 0], [-R^-1 L P^-1, R^-1]]: all pairs at once.
-    """
-    row = tl.arange(0, config.C)[:, None]
-    column = tl.arange(0, config.C)[None, :]
-    is_join = (row // BLOCK % 2 == 1) & (column // BLOCK == row // BLOCK - 1)
-    N_joins_A = tl.dot(tl.where(is_join, N, 0.0), A, input_precision=config.PRECISION)
-    return A - tl.dot(A, N_joins_A, input_precision=config.PRECISION)
+
+@triton.jit
+def quarters(x, C: tl.constexpr):
+    """The upper left, lower left and lower right quarter of x [C, C]."""
+    HALF: tl.constexpr = C // 2
+    left, right = tl.split(tl.permute(tl.reshape(x, [2, HALF, 2, HALF]), 1, 3, 0, 2))
+    upper_left, lower_left = tl.split(left)
+    _, lower_right = tl.split(right)
+    return upper_left, lower_left, lower_right
+
+
+@triton.jit
+def from_quarters(upper_left, lower_left, lower_right, C: tl.constexpr):
+    """The inverse of `quarters` for a lower triangular matrix."""
+    left = tl.join(upper_left, lower_left)
+    right = tl.join(tl.zeros_like(upper_left), lower_right)
+    return tl.reshape(tl.permute(tl.join(left, right), 2, 0, 3, 1), [C, C])
 
 
 @triton.jit
