@@ -125,15 +125,19 @@ def test_without_triton_torch_serves():
     assert pick_recurrent(USUAL, hardware).implementation == "torch"
 
 
-def test_portable_block_fits_value_dim():
-    for value_dim, dtype, expected in (
-        (128, "bfloat16", 64),
-        (128, "float32", 32),
-        (20, "float16", 32),
-        (8, "float16", 16),
-    ):
-        problem = replace(USUAL, value_dim=value_dim, dtype=dtype)
-        assert pick(problem, A100).block_v == expected
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "dtype", "expected"),
+    [
+        (128, 128, "bfloat16", 64),
+        (129, 128, "bfloat16", 32),
+        (128, 128, "float32", 32),
+        (128, 20, "float16", 32),
+        (128, 8, "float16", 16),
+    ],
+)
+def test_block_v_of_the_portable_kernel(key_dim, value_dim, dtype, expected):
+    problem = replace(USUAL, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
+    assert pick(problem, A100).block_v == expected
 
 
 def test_decode():

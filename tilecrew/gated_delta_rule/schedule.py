@@ -152,11 +152,14 @@ def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason:
 
 
 def _portable_block_v(problem: Problem) -> int:
-    """At most 64 values of 2 bytes or 32 of 4 a block, so that the float32 state of K <= 256 rows stays in
-    registers."""
-    widest = 64 if problem.dtype in HALF_DTYPES else 32
+    """64 values a block for keys up to 128 of 2 bytes, 32 for larger ones.
+
+    The float32 state of a block then fits in registers, and the operands of its products in the 99 KB of shared memory
+    that the smallest of these GPUs have.
+    """
+    is_small = problem.dtype in HALF_DTYPES and problem.key_dim <= 128
     block_v = 16
-    while block_v < min(widest, problem.value_dim):
+    while block_v < min(64 if is_small else 32, problem.value_dim):
         block_v *= 2
     return block_v
 
