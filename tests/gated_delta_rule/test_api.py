@@ -375,6 +375,38 @@ def test_forced_chunked_equals_automatic_on_the_cpu():
     assert all(torch.equal(x, y) for x, y in zip(expected, forced, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [16, 128])
+@pytest.mark.parametrize("lengths", [None, [3, 0, 130]], ids=["batch", "varlen"])
+def test_cuda_graph(dim, lengths):
+    """Captured once compiled, and replayed with other values and other offsets in the same memory."""
+    sizes = {
+        "num_tokens": 140,
+        "key_dim": dim,
+        "value_dim": dim,
+        "with_initial_state": True,
+        "output_final_state": True,
+    }
+    tail = 7 if lengths else 0
+    arguments = random_arguments(**sizes, lengths=lengths, tail=tail, dtype=torch.bfloat16, device="cuda")
+    other_lengths = None if lengths is None else [64, 66, 1]
+    tail = 9 if lengths else 0
+    other = random_arguments(**sizes, lengths=other_lengths, tail=tail, dtype=torch.bfloat16, device="cuda", seed=1)
+    expected = chunk_gated_delta_rule(**public(other)), fused_recurrent_gated_delta_rule(**decode(other))
+    chunk_gated_delta_rule(**public(arguments))
+    fused_recurrent_gated_delta_rule(**decode(arguments))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chunk_gated_delta_rule(**public(arguments)), fused_recurrent_gated_delta_rule(**decode(arguments))
+    for name, x in vars(arguments).items():
+        if isinstance(x, torch.Tensor):
+            x.copy_(getattr(other, name))
+    graph.replay()
+    for results, truth in zip(captured, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(results, truth, strict=True))
+
+
 @pytest.mark.parametrize(
     ("change", "is_aligned"),
     [
