@@ -1,6 +1,6 @@
 """The chunked forward in plain Triton, for every GPU that Triton compiles for: host side, and the second of its two kernels.
 
-Computes stages (4) to (7) of README.md, from A_g, P_g and g of `kernel_portable_prepare`, per chunk:
+Computes stages (4) to (7) of README.md, from A_g, P_g and the decays of `kernel_portable_prepare`, per chunk:
 
     (4) U = K S,  W = V - gamma * U          (5) V_d = A_g W,  V' = e^(g_C - g) * V_d
     (6) O = scale * gamma * (Q S) + P_g V_d  (7) S <- gamma_C S + K^T V'
@@ -11,7 +11,7 @@ nothing, and each walks its sequence from chunk to chunk.
 
 Buffers: S [K, BLOCK_V] stays in registers in float32 for the whole sequence; operands of products are rounded to q's dtype.
 
-Per chunk: store h -> load k, v, q, A_g, P_g, g -> (4) -> (5) -> (6), store o -> (7). After the last: store the final state.
+Per chunk: store h -> load k, v, q, A_g, P_g, decays -> (4) -> (5) -> (6), store o -> (7). After the last: store the final state.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ from tilecrew.gated_delta_rule.kernel_portable_prepare import (
     Strides,
     Workspace,
     load_tile,
-    offset_of,
     prepare_kernel,
     scaled_rows,
 )
@@ -52,7 +51,7 @@ def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
     workspace = Workspace(
         A_g=torch.empty(square, dtype=dtype, device=device),
         P_g=torch.empty(square, dtype=dtype, device=device),
-        rows=torch.empty(num_slots, num_value_heads, 3, chunk_size, dtype=torch.float32, device=device),
+        rows=torch.empty(num_slots, num_value_heads, 4, chunk_size, dtype=torch.float32, device=device),
     )
     config, launch = make_config(arguments, schedule)
     if num_slots * num_value_heads > 0:
@@ -70,18 +69,34 @@ def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
             *shared_arguments(arguments),
             config,
             num_warps=launch.forward_warps,
-            num_stages=launch.forward_stages,
+            num_stages=launch.num_stages,
         )
     return result
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Warps and pipeline stages of the two kernels."""
+    """Warps of the two kernels, and how many chunks the forward kernel has in flight."""
 
     prepare_warps: int
     forward_warps: int
-    forward_stages: int
+    num_stages: int
+
+
+# (bytes of an element, BLOCK_K) -> Launch. Chosen so that shared memory stays below the 99 KB of small GPUs where the keys
+# are of 2 bytes (see tests), and so that registers spill little or not at all.
+LAUNCHES = {
+    (2, 16): Launch(4, 4, 2),
+    (2, 32): Launch(4, 4, 2),
+    (2, 64): Launch(4, 4, 2),
+    (2, 128): Launch(4, 8, 2),
+    (2, 256): Launch(4, 8, 1),
+    (4, 16): Launch(4, 4, 1),
+    (4, 32): Launch(4, 4, 1),
+    (4, 64): Launch(4, 4, 1),
+    (4, 128): Launch(4, 8, 1),
+    (4, 256): Launch(4, 8, 1),
+}
 
 
 def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config, Launch]:
@@ -89,6 +104,8 @@ def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config
     num_heads, key_dim = arguments.q.shape[2:]
     num_value_heads, value_dim = arguments.v.shape[2:]
     block_k = max(16, triton.next_power_of_2(key_dim))
+    num_bytes = arguments.q.element_size()
+    launch = LAUNCHES[num_bytes, block_k]
     config = Config(
         H=num_heads,
         HV=num_value_heads,
@@ -97,14 +114,15 @@ def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config
         C=arguments.chunk_size,
         BLOCK_K=block_k,
         BLOCK_V=schedule.block_v,
+        BLOCK_SLICE=min(block_k, 128 // num_bytes),
         V_FIRST=arguments.state_v_first,
         USE_L2NORM=arguments.use_qk_l2norm,
         USE_BETA_SIGMOID=arguments.use_beta_sigmoid,
         ALLOW_NEG_EIGVAL=arguments.allow_neg_eigval,
         PRECISION="ieee" if torch.version.hip is not None else "tf32x3",
-        NUM_STAGES=1,
+        NUM_STAGES=launch.num_stages,
     )
-    return config, Launch(prepare_warps=4, forward_warps=4 if block_k * schedule.block_v <= 8192 else 8, forward_stages=1)
+    return config, launch
 
 
 def shared_arguments(arguments: ForwardArguments) -> tuple:
@@ -198,16 +216,16 @@ def chunk_step(
     key_head = head // (config.HV // config.H)
     row = tl.arange(0, C)
     square = slot_head * (C * C) + row[:, None] * C + row[None, :]
-    rows = workspace.rows + slot_head * (3 * C)
+    rows = workspace.rows + slot_head * (4 * C)
     k = load_tile(inputs.k, strides.k, batch, first, key_head, num_rows, 0, C, config.BLOCK_K, config.K)
     v = load_tile(inputs.v, strides.v, batch, first, head, num_rows, first_value, C, config.BLOCK_V, config.V)
     q = load_tile(inputs.q, strides.q, batch, first, key_head, num_rows, 0, C, config.BLOCK_K, config.K)
-    g = tl.load(rows + row)
-    g_C = tl.load(rows + C - 1)
+    gamma = tl.load(rows + row)[:, None]
+    gamma_C = tl.load(rows + C - 1)
+    decay_to_end = tl.load(rows + C + row)[:, None]
     if config.USE_L2NORM:
-        q = scaled_rows(q, tl.load(rows + C + row))
-        k = scaled_rows(k, tl.load(rows + 2 * C + row))
-    gamma = tl.exp(g)[:, None]
+        q = scaled_rows(q, tl.load(rows + 2 * C + row))
+        k = scaled_rows(k, tl.load(rows + 3 * C + row))
     S_rounded = S.to(k.dtype)
 
     # (4) W = V - gamma * (K S)
@@ -217,9 +235,9 @@ def chunk_step(
     # (6) O = scale * gamma * (Q S) + P_g V_d
     O = scale * gamma * tl.dot(q, S_rounded, input_precision=PRECISION)
     O += tl.dot(tl.load(workspace.P_g + square), V_d.to(k.dtype), input_precision=PRECISION)
-    # (7) S <- gamma_C S + K^T (e^(g_C - g) * V_d)
-    V_decayed = tl.exp(g_C - g)[:, None] * V_d
-    S = tl.exp(g_C) * S + tl.dot(tl.trans(k), V_decayed.to(k.dtype), input_precision=PRECISION)
+    # (7) S <- gamma_C S + K^T V',  V' = e^(g_C - g) * V_d
+    V_decayed = decay_to_end * V_d
+    S = gamma_C * S + tl.dot(tl.trans(k), V_decayed.to(k.dtype), input_precision=PRECISION)
     return S, O
 
 

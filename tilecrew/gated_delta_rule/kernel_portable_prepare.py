@@ -10,8 +10,8 @@ into grid.x. A slot of no chunk only zeroes its part of h.
 
 Buffers (written here, read by `kernel_portable`): see Workspace.
 
-Per program: find the chunk of the slot -> load g, beta, k -> norms -> K K^T -> inverse -> store A_g -> load q ->
-store P_g, g and the norms. Rows past the end of a sequence are loaded as zeros (never multiplied by zero), with g and beta 0.
+Per program: find the chunk of the slot -> load g, beta -> load q, k in slices of channels: K K^T, Q K^T, norms -> store decays,
+norms, P_g -> inverse -> store A_g. Rows past the end of a sequence are loaded as zeros (never multiplied by zero), with g and beta 0.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilecrew.gated_delta_rule.kernel_gates import L2NORM_EPS, log_decay, write_strength
+from tilecrew.gated_delta_rule.kernel_gates import L2NORM_EPS, MINIMUM_LOG_DECAY, log_decay, write_strength
 
 
 class Inputs(NamedTuple):
@@ -45,20 +45,12 @@ class Strides(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Per slot and value head: A_g and P_g [slots, HV, C, C] in q's dtype; rows [slots, HV, 3, C] float32, which are g
-    (cumulative), 1 / |q| and 1 / |k| (the norms only where use_qk_l2norm)."""
+    """Per slot and value head: A_g and P_g [slots, HV, C, C] in q's dtype; rows [slots, HV, 4, C] float32, which are
+    gamma = e^g, e^(g_C - g), 1 / |q| and 1 / |k| (the norms only where use_qk_l2norm)."""
 
     A_g: Any
     P_g: Any
     rows: Any
-
-
-class Sequences(NamedTuple):
-    """cu_seqlens or None, and the numbers that a kernel must not be compiled for."""
-
-    cu_seqlens: Any
-    num_sequences: Any
-    num_tokens: Any
 
 
 class Config(NamedTuple):
@@ -71,6 +63,7 @@ class Config(NamedTuple):
     C: int
     BLOCK_K: int
     BLOCK_V: int
+    BLOCK_SLICE: int
     V_FIRST: bool
     USE_L2NORM: bool
     USE_BETA_SIGMOID: bool
@@ -97,36 +90,64 @@ def prepare_kernel(
     row = tl.arange(0, C)
     is_row = row < num_rows
     g = load_per_row(inputs.g, strides.g, batch, first, head, is_row, C)
-    g = tl.cumsum(tl.where(is_row, log_decay(g, head, inputs.A_log, inputs.dt_bias), 0.0), 0)
+    decay = tl.where(is_row, log_decay(g, head, inputs.A_log, inputs.dt_bias), 0.0)
+    # Hard resets (tokens at the floor) are summed apart: multiples of the floor are exact, and the sum of the other decays
+    # keeps the precision that a sum of hundreds would cost.
+    is_reset = decay <= MINIMUM_LOG_DECAY
+    g = tl.cumsum(tl.where(is_reset, 0.0, decay), 0)
+    resets = tl.cumsum(tl.where(is_reset, MINIMUM_LOG_DECAY, 0.0), 0)
     beta = load_per_row(inputs.beta, strides.beta, batch, first, head, is_row, C)
     beta = tl.where(is_row, write_strength(beta, config.USE_BETA_SIGMOID, config.ALLOW_NEG_EIGVAL), 0.0)
 
     key_head = head // (config.HV // config.H)
-    k = load_tile(inputs.k, strides.k, batch, first, key_head, num_rows, 0, C, config.BLOCK_K, config.K)
-    rows = workspace.rows + slot_head * (3 * C) + row
-    tl.store(rows, g)
+    KK, QK, k_squares, q_squares = key_products(inputs, strides, batch, first, key_head, num_rows, config)
+    rows = workspace.rows + slot_head * (4 * C) + row
+    tl.store(rows, tl.exp(g + resets))
+    to_end = (at_last(g, C) - g) + (at_last(resets, C) - resets)
+    tl.store(rows + C, tl.exp(to_end))
     if config.USE_L2NORM:
-        norm = inverse_norm(k)
-        k = scaled_rows(k, norm)
-        tl.store(rows + 2 * C, norm)
+        q_norm = tl.rsqrt(q_squares + L2NORM_EPS)
+        k_norm = tl.rsqrt(k_squares + L2NORM_EPS)
+        KK *= k_norm[:, None] * k_norm[None, :]
+        QK *= q_norm[:, None] * k_norm[None, :]
+        tl.store(rows + 2 * C, q_norm)
+        tl.store(rows + 3 * C, k_norm)
 
     # G_ij = 1[i >= j] e^(g_i - g_j): the exponent is masked, because above the diagonal its exponential could be infinite.
     is_past = row[:, None] >= row[None, :]
-    G = tl.where(is_past, tl.exp(tl.where(is_past, g[:, None] - g[None, :], 0.0)), 0.0)
-    KK = tl.dot(k, tl.trans(k), input_precision=config.PRECISION)
-    A = unit_lower_inverse(tl.where(row[:, None] > row[None, :], beta[:, None] * G * KK, 0.0), config)
-    A_g = A * beta[None, :]
-
-    q = load_tile(inputs.q, strides.q, batch, first, key_head, num_rows, 0, C, config.BLOCK_K, config.K)
-    if config.USE_L2NORM:
-        norm = inverse_norm(q)
-        q = scaled_rows(q, norm)
-        tl.store(rows + C, norm)
-    P_g = scale * G * tl.dot(q, tl.trans(k), input_precision=config.PRECISION)
-
+    between = (g[:, None] - g[None, :]) + (resets[:, None] - resets[None, :])
+    G = tl.where(is_past, tl.exp(tl.where(is_past, between, 0.0)), 0.0)
     square = slot_head * (C * C) + row[:, None] * C + row[None, :]
-    tl.store(workspace.A_g + square, A_g.to(k.dtype))
-    tl.store(workspace.P_g + square, P_g.to(k.dtype))
+    dtype = workspace.A_g.dtype.element_ty
+    tl.store(workspace.P_g + square, tl.where(is_past, scale * G * QK, 0.0).to(dtype))
+    A = unit_lower_inverse(tl.where(row[:, None] > row[None, :], beta[:, None] * G * KK, 0.0), config)
+    tl.store(workspace.A_g + square, (A * beta[None, :]).to(dtype))
+
+
+@triton.jit
+def at_last(x, C: tl.constexpr):
+    """x[C - 1]."""
+    return tl.sum(tl.where(tl.arange(0, C) == C - 1, x, 0.0))
+
+
+@triton.jit
+def key_products(inputs, strides, batch, first, key_head, num_rows, config: tl.constexpr):
+    """K K^T and Q K^T [C, C], and the sums of squares of the rows of K and Q [C], in float32, in slices of BLOCK_SLICE channels."""
+    C: tl.constexpr = config.C
+    SLICE: tl.constexpr = config.BLOCK_SLICE
+    KK = tl.zeros([C, C], tl.float32)
+    QK = tl.zeros([C, C], tl.float32)
+    k_squares = tl.zeros([C], tl.float32)
+    q_squares = tl.zeros([C], tl.float32)
+    for channel in range(0, config.BLOCK_K, SLICE):
+        k = load_tile(inputs.k, strides.k, batch, first, key_head, num_rows, channel, C, SLICE, config.K)
+        q = load_tile(inputs.q, strides.q, batch, first, key_head, num_rows, channel, C, SLICE, config.K)
+        KK += tl.dot(k, tl.trans(k), input_precision=config.PRECISION)
+        QK += tl.dot(q, tl.trans(k), input_precision=config.PRECISION)
+        if config.USE_L2NORM:
+            k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
+            q_squares += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
+    return KK, QK, k_squares, q_squares
 
 
 @triton.jit
@@ -240,13 +261,6 @@ def load_tile(
     column = first_column + tl.arange(0, BLOCK)[None, :]
     pointers = x + offset_of(stride, batch, first, head) + (row.to(tl.int64) * stride[1] + column)
     return tl.load(pointers, mask=(row < num_rows) & (column < SIZE), other=0.0)
-
-
-@triton.jit
-def inverse_norm(x):
-    """1 / sqrt(sum of squares + 1e-6) of each row, in float32."""
-    wide = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(wide * wide, 1) + L2NORM_EPS)
 
 
 @triton.jit

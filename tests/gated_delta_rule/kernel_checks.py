@@ -1,0 +1,187 @@
+"""Checks of the kernels in plain Triton, the same for the interpreter on the CPU and for a GPU.
+
+Truth is the token recurrence in float64. A kernel may have twice the error of the same mathematics done in torch in the input
+dtype, plus FLOOR, which is below the rounding of an output.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from tilecrew.gated_delta_rule import recurrent, reference
+from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
+from tilecrew.gated_delta_rule.gates import apply_gates
+from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
+from tilecrew.gated_delta_rule.schedule import Schedule
+from tilecrew.testing import as_float64, relative_error
+
+FLOOR = {torch.float32: 1e-6, torch.float16: 5e-5, torch.bfloat16: 4e-4}
+
+
+def run_portable(arguments: ForwardArguments) -> ForwardResult:
+    from tilecrew.gated_delta_rule import kernel_portable
+
+    widest = 32 if arguments.q.dtype == torch.float32 else 64
+    block_v = min(widest, max(16, 1 << (arguments.v.shape[-1] - 1).bit_length()))
+    return kernel_portable.forward(arguments, Schedule("portable", block_v, arguments.chunk_size, "test"))
+
+
+def check_portable(arguments: ForwardArguments) -> None:
+    """o, final state and h of the portable kernel against float64, and zeros where no sequence is."""
+    actual = run_portable(arguments)
+    expected = reference.recurrent_gated_delta_rule(as_float64(arguments, "cpu"))
+    yardstick = chunk_in_input_dtype(arguments)
+    dtype = arguments.q.dtype
+    assert_within(actual.o, expected.o, yardstick.o, 2, dtype, "o")
+    assert actual.o.dtype == dtype
+    assert (actual.final_state is None) == (expected.final_state is None)
+    assert (actual.h is None) == (expected.h is None)
+    if actual.final_state is not None:
+        assert actual.final_state.dtype == torch.float32
+        assert_within(actual.final_state, expected.final_state, yardstick.final_state, 1, dtype, "final_state")
+    if actual.h is not None:
+        assert actual.h.dtype == dtype
+        assert_within(actual.h, expected.h, yardstick.h, 2, dtype, "h")
+    if arguments.cu_seqlens is not None:
+        assert not actual.o[:, int(arguments.cu_seqlens[-1]) :].any()
+
+
+def assert_within(actual, expected, yardstick, head_dim: int, dtype: torch.dtype, name: str) -> None:
+    """The rule of this module's docstring; NaN fails it."""
+    if expected.numel() == 0:
+        assert actual.shape == expected.shape
+        return
+    error = relative_error(actual, expected, head_dim)
+    bound = 2 * relative_error(yardstick, expected, head_dim) + FLOOR[dtype]
+    assert error <= bound, f"{name}: relative error {error:.3g}, allowed {bound:.3g}"
+
+
+def chunk_in_input_dtype(arguments: ForwardArguments) -> ForwardResult:
+    """The chunk form in torch with every product in the dtype of q; gates, inverse and state in float32."""
+    dtype = arguments.q.dtype
+
+    def in_dtype(k, v, g, state, A_g, P_g, q, scale):
+        W = (v - g.exp()[..., None] * (k @ state.to(dtype))).to(dtype)
+        V_d = A_g @ W
+        o = scale * g.exp()[..., None] * (q @ state.to(dtype)) + P_g @ V_d
+        V_decayed = reference.decayed_value_delta(g, V_d).to(dtype)
+        return o, g[..., -1].exp()[..., None, None] * state + (k.mT @ V_decayed).float()
+
+    def scan(inputs, state):
+        outputs, states = [inputs[2][:, :0]], []
+        for start in range(0, inputs[2].shape[1], arguments.chunk_size):
+            states.append(state)
+            rows = slice(start, start + arguments.chunk_size)
+            chunk_q, chunk_k, chunk_v, chunk_g, chunk_beta = (x[:, rows].transpose(1, 2) for x in inputs)
+            chunk_g = reference.cumulative_log_decay(chunk_g)
+            A_g = (reference.gated_inverse(chunk_k, chunk_beta, chunk_g) * chunk_beta[..., None, :]).to(dtype)
+            P_g = reference.gated_scores(chunk_q, chunk_k, chunk_g, arguments.scale).to(dtype)
+            chunk_q, chunk_k = chunk_q.to(dtype), chunk_k.to(dtype)
+            o, state = in_dtype(chunk_k, chunk_v, chunk_g, state, A_g, P_g, chunk_q, arguments.scale)
+            outputs.append(o.transpose(1, 2))
+        return torch.cat(outputs, 1), state, states
+
+    return reference._each_sequence(apply_gates(arguments), scan)
+
+
+def with_nan_tail(arguments: ForwardArguments) -> ForwardArguments:
+    """NaN in every input row behind the last sequence."""
+    end = int(arguments.cu_seqlens[-1])
+    inputs = {name: getattr(arguments, name).clone() for name in ("q", "k", "v", "g", "beta")}
+    for x in inputs.values():
+        x[:, end:] = float("nan")
+    return replace(arguments, **inputs)
+
+
+def with_strided_inputs(arguments: ForwardArguments) -> ForwardArguments:
+    """q, k, v as views into one packed row per token, g and beta as every second value of a wider tensor."""
+    q, k, v = arguments.q, arguments.k, arguments.v
+    packed = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
+    views = [x.unflatten(-1, y.shape[2:]) for x, y in zip(packed.split([q[0, 0].numel(), k[0, 0].numel(), v[0, 0].numel()], -1), (q, k, v), strict=True)]
+    g, beta = (torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0] for x in (arguments.g, arguments.beta))
+    return replace(arguments, q=views[0], k=views[1], v=views[2], g=g, beta=beta)
+
+
+def random_recurrent_arguments(
+    num_sequences: int = 3,
+    num_tokens: int = 1,
+    heads: tuple[int, int] = (2, 4),
+    dims: tuple[int, int] = (128, 128),
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    with_g: bool = True,
+    with_channel_gates: bool = False,
+    beta_per_value: bool = False,
+    with_gate_parameters: bool = False,
+    with_initial_state: bool = True,
+    pool: list[int] | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    lengths: list[int] | None = None,
+    tail: int = 0,
+    **options,
+) -> RecurrentArguments:
+    """A random decode problem. heads = (H, HV), dims = (K, V). `pool` are the state_indices into a pool of max + 2 rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    batch, cu_seqlens = num_sequences, None
+    if lengths is not None:
+        batch, num_tokens, num_sequences = 1, sum(lengths) + tail, len(lengths)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
+    (H, HV), (K, V) = heads, dims
+    tokens = (batch, num_tokens)
+    num_rows = num_sequences if pool is None else max(pool) + 2
+    state = normal(num_rows, HV, *((V, K) if options.get("state_v_first") else (K, V)))
+    beta_shape = (*tokens, HV, V) if beta_per_value else (*tokens, HV)
+    return RecurrentArguments(
+        q=normal(*tokens, H, K).to(device, dtype),
+        k=torch.nn.functional.normalize(normal(*tokens, H, K), dim=-1).to(device, dtype),
+        v=normal(*tokens, HV, V).to(device, dtype),
+        g=-torch.rand(*tokens, HV, generator=generator).to(device) if with_g else None,
+        beta=torch.rand(beta_shape, generator=generator).to(device),
+        scale=K**-0.5,
+        gk=-torch.rand(*tokens, HV, K, generator=generator).to(device) if with_channel_gates else None,
+        gv=-torch.rand(*tokens, HV, V, generator=generator).to(device) if with_channel_gates else None,
+        A_log=normal(HV).to(device) if with_gate_parameters else None,
+        dt_bias=normal(HV).to(device) if with_gate_parameters else None,
+        initial_state=state.to(device, state_dtype) if with_initial_state else None,
+        state_indices=None if pool is None else torch.tensor(pool, dtype=torch.int32, device=device),
+        cu_seqlens=cu_seqlens,
+        **options,
+    )
+
+
+def recurrent_as_float64(arguments: RecurrentArguments) -> RecurrentArguments:
+    """The same problem on the CPU, exactly widened, with a state of its own."""
+    tensors = {name: x.cpu() for name, x in vars(arguments).items() if isinstance(x, torch.Tensor)}
+    return replace(arguments, **{name: x.double() if x.is_floating_point() else x for name, x in tensors.items()})
+
+
+def check_recurrent(arguments: RecurrentArguments) -> None:
+    """o and final state of the decode kernel against float64; rows of a pool that no sequence names keep their bits."""
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    expected_o, expected_state = recurrent.forward(recurrent_as_float64(arguments))
+    own_state = None if arguments.initial_state is None else arguments.initial_state.clone()
+    yardstick_o, yardstick_state = recurrent.forward(replace(arguments, initial_state=own_state))
+    before = None if arguments.initial_state is None else arguments.initial_state.clone()
+    o, final_state = kernel_recurrent.forward(arguments)
+
+    dtype = arguments.q.dtype
+    assert o.dtype == dtype
+    assert_within(o, expected_o, yardstick_o, 2, dtype, "o")
+    assert (final_state is None) == (expected_state is None)
+    if final_state is not None:
+        # The state is float32 whatever the inputs are.
+        assert final_state.dtype == yardstick_state.dtype
+        assert_within(final_state, expected_state, yardstick_state, 1, final_state.dtype, "final_state")
+    if before is not None:
+        written = torch.zeros(before.shape[0], dtype=torch.bool)
+        if arguments.inplace_state:
+            assert final_state is arguments.initial_state
+            rows = torch.arange(before.shape[0]) if arguments.state_indices is None else arguments.state_indices.cpu().long()
+            written[rows[rows >= 0]] = True
+        assert torch.equal(arguments.initial_state.cpu()[~written], before.cpu()[~written])
