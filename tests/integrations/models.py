@@ -29,6 +29,8 @@ def build(family: str = "qwen3_next", seed: int = 0, head_dim: int = 16) -> Any:
         "linear_key_head_dim": head_dim,
         "linear_value_head_dim": head_dim,
         "max_position_embeddings": 4096,
+        # At the default 0.02 so narrow a model hardly mixes tokens, and a wrong operator would not show in its logits.
+        "initializer_range": 0.2,
     }
     if family == "qwen3_5":
         sizes["intermediate_size"] = 64

@@ -309,7 +309,7 @@ def test_gpu_float32_logits_agree_with_torch_path():
 
 @pytest.mark.gpu
 def test_gpu_packed_batch_equals_separate_sequences():
-    """bfloat16, a model without experts: at most 3 % apart from the sequences one by one."""
+    """bfloat16, a model without experts: at most 2 % apart from one by one; without resets it would be 47 %."""
     model, lengths = build("qwen3_5", head_dim=128).to("cuda", torch.bfloat16), [70, 1, 129]
     sequences = [tokens(1, length, seed=length).cuda() for length in lengths]
     positions = torch.cat([torch.arange(length) for length in lengths])[None].cuda()
@@ -319,4 +319,4 @@ def test_gpu_packed_batch_equals_separate_sequences():
         actual = model(
             torch.cat(sequences, 1), position_ids=positions, cu_seq_lens_q=cu_seqlens, use_cache=False
         ).logits
-    assert error(actual, expected) < 3e-2
+    assert error(actual, expected) < 2e-2

@@ -222,15 +222,18 @@ def packed_causal_convolution(
 
         out[t] = bias + sum over j < width of weight[width - 1 - j] * x[t - j], terms of another sequence left out
     """
-    x = hidden_states.to(weight.dtype)
-    width = weight.shape[-1]
-    out = x * weight[:, -1:]
+    # Half precision is rounded once, after the sum, as a convolution kernel does.
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    x, taps = hidden_states.to(weight.dtype).to(wide), weight.to(wide)
+    width = taps.shape[-1]
+    out = x * taps[:, -1:]
     for lag in range(1, min(width, x.shape[-1])):
         same_sequence = sequence_index[:, lag:] == sequence_index[:, :-lag]
-        term = x[..., :-lag] * weight[:, width - 1 - lag : width - lag] * same_sequence[:, None]
+        term = x[..., :-lag] * taps[:, width - 1 - lag : width - lag] * same_sequence[:, None]
         out = out + torch.nn.functional.pad(term, (lag, 0))
     if bias is not None:
         out = out + bias[:, None]
+    out = out.to(weight.dtype)
     if activation is not None:
         out = importlib.import_module("transformers.activations").ACT2FN[activation](out)
     return out.to(hidden_states.dtype)
