@@ -161,6 +161,19 @@ def test_inputs_are_left_alone_and_results_are_new():
     assert final_state.data_ptr() != arguments.initial_state.data_ptr()
 
 
+def test_autocast_changes_nothing():
+    arguments = random_arguments(2, 70, **{**SMALL, "dtype": torch.float32}, **ALL_OUTPUTS)
+    expected = chunked.forward(arguments)
+    gradients = chunked.backward(arguments, expected.o, expected.final_state)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = chunked.forward(arguments)
+        again = chunked.backward(arguments, expected.o, expected.final_state)
+        recurrence = reference.recurrent_gated_delta_rule(arguments)
+    for name, x in [*vars(expected).items(), *vars(gradients).items()]:
+        assert torch.equal(getattr(result if hasattr(result, name) else again, name), x), name
+    assert relative_error(recurrence.o, expected.o) < 1e-5
+
+
 def test_strided_views():
     arguments = random_arguments(2, 70, **SMALL, **ALL_OUTPUTS)
     packed = torch.cat([arguments.q.flatten(2), arguments.k.flatten(2), arguments.v.flatten(2)], -1)

@@ -150,8 +150,14 @@ def unit_lower_inverse(N: torch.Tensor) -> torch.Tensor:
 def forward(arguments: ForwardArguments) -> ForwardResult:
     """All options of ForwardArguments, on any device. cu_seqlens_cpu, where given, saves a wait for cu_seqlens.
 
-    final_state is float64 where q is float64, else float32.
+    final_state is float64 where q is float64, else float32. Autocast is off inside. Autograd does not see through this:
+    `backward` has the gradients.
     """
+    with torch.autocast(arguments.q.device.type, enabled=False):
+        return _forward(arguments)
+
+
+def _forward(arguments: ForwardArguments) -> ForwardResult:
     sizes, inputs, bounds = _Sizes.of(arguments), _Inputs.of(arguments), token_bounds(arguments)
     q = arguments.q
     o = _rows_like(arguments.v, bounds)
@@ -293,6 +299,11 @@ def backward(arguments: ForwardArguments, do: torch.Tensor, dfinal_state: torch.
         raise ValueError(
             "the chunked backward takes gated inputs: apply gates.apply_gates (differentiable) to them first"
         )
+    with torch.autocast(arguments.q.device.type, enabled=False):
+        return _backward(arguments, do, dfinal_state)
+
+
+def _backward(arguments: ForwardArguments, do: torch.Tensor, dfinal_state: torch.Tensor | None) -> Gradients:
     sizes, inputs, bounds = _Sizes.of(arguments), _Inputs.of(arguments), token_bounds(arguments)
     do = do.flatten(0, 1)
     out = {name: _rows_like(getattr(arguments, name), bounds) for name in ("q", "k", "v", "g", "beta")}

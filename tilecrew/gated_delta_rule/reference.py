@@ -37,7 +37,8 @@ def recurrent_gated_delta_rule(arguments: ForwardArguments) -> ForwardResult:
             outputs.append(arguments.scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
         return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), state, states
 
-    return _each_sequence(arguments, scan)
+    with torch.autocast(arguments.q.device.type, enabled=False):
+        return _each_sequence(arguments, scan)
 
 
 def chunk_gated_delta_rule(arguments: ForwardArguments, use_gated_inverse: bool = True) -> ForwardResult:
@@ -67,7 +68,8 @@ def chunk_gated_delta_rule(arguments: ForwardArguments, use_gated_inverse: bool 
             outputs.append(o.transpose(1, 2))
         return torch.cat(outputs, 1), state, states
 
-    return _each_sequence(arguments, scan)
+    with torch.autocast(arguments.q.device.type, enabled=False):
+        return _each_sequence(arguments, scan)
 
 
 # ---- stages: q, k [..., C, K]; v [..., C, V]; g, beta [..., C]; state [..., K, V]; C may be any number of tokens ----
