@@ -1,5 +1,5 @@
-"""The portable forward under Triton's interpreter: run by test_portable.py. float16 and float32: the interpreter computes
-products of bfloat16 wrongly."""
+"""The portable forward under Triton's interpreter: run by test_portable.py. float16 and float32: the interpreter
+computes products of bfloat16 wrongly."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""The decode kernel under Triton's interpreter: run by test_recurrent.py. float16 and float32: the interpreter rounds to
-bfloat16 towards zero."""
+"""The decode kernel under Triton's interpreter: run by test_recurrent.py. float16 and float32: the interpreter rounds
+to bfloat16 towards zero."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Runs kernel tests under Triton's interpreter, in a process of its own: Triton decides at import whether it interprets, and
-the tests that compile kernels share the parent's process."""
+"""Runs kernel tests under Triton's interpreter, in a process of its own: Triton decides at import whether it
+interprets, and the tests that compile kernels share the parent's process."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
 """Checks of the kernels in plain Triton, the same for the interpreter on the CPU and for a GPU.
 
-Truth is the token recurrence in float64. A kernel may have twice the error of the same mathematics done in torch in the input
-dtype, plus FLOOR, which is below the rounding of an output.
+Truth is the token recurrence in float64. A kernel may have twice the error of the same mathematics done in torch in
+the input dtype, plus FLOOR, which is below the rounding of an output.
 """
 
 from dataclasses import replace
@@ -96,8 +96,9 @@ def with_nan_tail(arguments: ForwardArguments) -> ForwardArguments:
 def with_strided_inputs(arguments: ForwardArguments) -> ForwardArguments:
     """q, k, v as views into one packed row per token, g and beta as every second value of a wider tensor."""
     q, k, v = arguments.q, arguments.k, arguments.v
-    packed = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
-    views = [x.unflatten(-1, y.shape[2:]) for x, y in zip(packed.split([q[0, 0].numel(), k[0, 0].numel(), v[0, 0].numel()], -1), (q, k, v), strict=True)]
+    rows = [x.flatten(2) for x in (q, k, v)]
+    packed = torch.cat(rows, -1).split([x.shape[-1] for x in rows], -1)
+    views = [view.unflatten(-1, x.shape[2:]) for view, x in zip(packed, (q, k, v), strict=True)]
     g, beta = (torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0] for x in (arguments.g, arguments.beta))
     return replace(arguments, q=views[0], k=views[1], v=views[2], g=g, beta=beta)
 
@@ -121,7 +122,8 @@ def random_recurrent_arguments(
     tail: int = 0,
     **options,
 ) -> RecurrentArguments:
-    """A random decode problem. heads = (H, HV), dims = (K, V). `pool` are the state_indices into a pool of max + 2 rows."""
+    """A random decode problem. heads = (H, HV), dims = (K, V). `pool` are the state_indices into a pool of max + 2
+    rows."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -182,6 +184,7 @@ def check_recurrent(arguments: RecurrentArguments) -> None:
         written = torch.zeros(before.shape[0], dtype=torch.bool)
         if arguments.inplace_state:
             assert final_state is arguments.initial_state
-            rows = torch.arange(before.shape[0]) if arguments.state_indices is None else arguments.state_indices.cpu().long()
+            every_row = torch.arange(before.shape[0])
+            rows = every_row if arguments.state_indices is None else arguments.state_indices.cpu().long()
             written[rows[rows >= 0]] = True
         assert torch.equal(arguments.initial_state.cpu()[~written], before.cpu()[~written])

@@ -26,7 +26,8 @@ def floored(g):
 
 @triton.jit
 def log_decay(g, head, A_log, dt_bias):
-    """The floored log decay of tokens of one head: g itself, or -exp(A_log) * softplus(g + dt_bias) where A_log is not None."""
+    """The floored log decay of tokens of one head: g itself, or -exp(A_log) * softplus(g + dt_bias) where A_log is not
+    None."""
     g = g.to(tl.float32)
     if A_log is not None:
         if dt_bias is not None:

@@ -1,4 +1,5 @@
-"""The chunked forward in plain Triton, for every GPU that Triton compiles for: host side, and the second of its two kernels.
+"""The chunked forward in plain Triton, for every GPU that Triton compiles for: host side, and the second of its two
+kernels.
 
 Computes stages (4) to (7) of README.md, from A_g, P_g and the decays of `kernel_portable_prepare`, per chunk:
 
@@ -6,12 +7,14 @@ Computes stages (4) to (7) of README.md, from A_g, P_g and the decays of `kernel
     (6) O = scale * gamma * (Q S) + P_g V_d  (7) S <- gamma_C S + K^T V'
 
 Programs: one per (sequence, value head, block of V), block fastest, flattened into grid.x; with cu_seqlens one more
-"sequence" of programs, which zeroes the output rows behind the last sequence. Columns of S never meet, so programs share
-nothing, and each walks its sequence from chunk to chunk.
+"sequence" of programs, which zeroes the output rows behind the last sequence. Columns of S never meet, so programs
+share nothing, and each walks its sequence from chunk to chunk.
 
-Buffers: S [K, BLOCK_V] stays in registers in float32 for the whole sequence; operands of products are rounded to q's dtype.
+Buffers: S [K, BLOCK_V] stays in registers in float32 for the whole sequence; operands of products are rounded to q's
+dtype.
 
-Per chunk: store h -> load k, v, q, A_g, P_g, decays -> (4) -> (5) -> (6), store o -> (7). After the last: store the final state.
+Per chunk: store h -> load k, v, q, A_g, P_g, decays -> (4) -> (5) -> (6), store o -> (7). After the last: store the
+final state.
 """
 
 from dataclasses import dataclass
@@ -35,7 +38,8 @@ from tilecrew.gated_delta_rule.schedule import Schedule
 
 
 class States(NamedTuple):
-    """Pointers to the initial and the final state [N, HV, K, V] ([N, HV, V, K]) in float32 and to h; None where absent."""
+    """Pointers to the initial and the final state [N, HV, K, V] ([N, HV, V, K]) in float32 and to h; None where
+    absent."""
 
     initial: Any
     final: Any
@@ -43,7 +47,8 @@ class States(NamedTuple):
 
 
 def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
-    """o, final state and h, see ForwardResult. No host synchronisation. K and V up to 256, float16, bfloat16 or float32."""
+    """o, final state and h, see ForwardResult. No host synchronisation. K and V up to 256, float16, bfloat16 or
+    float32."""
     result = _empty_result(arguments)
     num_slots, num_value_heads = arguments.num_slots, arguments.v.shape[2]
     chunk_size, dtype, device = arguments.chunk_size, arguments.q.dtype, arguments.q.device
@@ -83,8 +88,8 @@ class Launch:
     num_stages: int
 
 
-# (bytes of an element, BLOCK_K) -> Launch. Chosen so that shared memory stays below the 99 KB of small GPUs where the keys
-# are of 2 bytes (see tests), and so that registers spill little or not at all.
+# (bytes of an element, BLOCK_K) -> Launch. Chosen so that shared memory stays below the 99 KB of small GPUs where the
+# keys are of 2 bytes (see tests), and so that registers spill little or not at all.
 LAUNCHES = {
     (2, 16): Launch(4, 4, 2),
     (2, 32): Launch(4, 4, 2),
@@ -136,8 +141,8 @@ def shared_arguments(arguments: ForwardArguments) -> tuple:
 
 
 def leading_strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of the first three dimensions; 0 where a dimension has one element, whose stride may be anything and would
-    only make the compiler see one more case."""
+    """Strides of the first three dimensions; 0 where a dimension has one element, whose stride may be anything and
+    would only make the compiler see one more case."""
     batch, token, head = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
     return (batch, token, head)
 
@@ -243,7 +248,8 @@ def chunk_step(
 
 @triton.jit
 def store_output(o, tile, first, num_rows, head, first_value, config: tl.constexpr):
-    """o[first : first + C, head, block of V], rows below num_rows; o is contiguous, first counts rows of the whole batch."""
+    """o[first : first + C, head, block of V], rows below num_rows; o is contiguous, first counts rows of the whole
+    batch."""
     row = tl.arange(0, config.C)[:, None]
     value = first_value + tl.arange(0, config.BLOCK_V)[None, :]
     pointers = o + (first * config.HV + head) * config.V + (row * (config.HV * config.V) + value)

@@ -2,16 +2,18 @@
 
 Computes stages (1) to (3) of README.md, with the gated inverse, which stays finite for keys of any norm:
 
-    (1) g = cumulative sum of the log decay                        (2) A = (I + StrictLower(beta_i e^(g_i - g_j) k_i . k_j))^-1
+    (1) g = cumulative sum of the log decay
+    (2) A = (I + StrictLower(beta_i e^(g_i - g_j) k_i . k_j))^-1
     (3) A_g = A * beta_j,  P_g = scale * e^(g_i - g_j) * q_i . k_j for i >= j
 
-Programs: one per (slot of a chunk, value head), head fastest, so that value heads of one key head meet in cache; flattened
-into grid.x. A slot of no chunk only zeroes its part of h.
+Programs: one per (slot of a chunk, value head), head fastest, so that value heads of one key head meet in cache;
+flattened into grid.x. A slot of no chunk only zeroes its part of h.
 
 Buffers (written here, read by `kernel_portable`): see Workspace.
 
-Per program: find the chunk of the slot -> load g, beta -> load q, k in slices of channels: K K^T, Q K^T, norms -> store decays,
-norms, P_g -> inverse -> store A_g. Rows past the end of a sequence are loaded as zeros (never multiplied by zero), with g and beta 0.
+Per program: find the chunk of the slot -> load g, beta -> load q, k in slices of channels: K K^T, Q K^T, norms ->
+store decays, norms, P_g -> inverse -> store A_g. Rows past the end of a sequence are loaded as zeros (never multiplied
+by zero), with g and beta 0.
 """
 
 from typing import Any, NamedTuple
@@ -73,9 +75,7 @@ class Config(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
-def prepare_kernel(
-    workspace, h, inputs, strides, cu_seqlens, scale, num_sequences, num_tokens, config: tl.constexpr
-):
+def prepare_kernel(workspace, h, inputs, strides, cu_seqlens, scale, num_sequences, num_tokens, config: tl.constexpr):
     """Fills the workspace of one (slot, value head), and zeroes h where the slot has no chunk."""
     C: tl.constexpr = config.C
     head = tl.program_id(0) % config.HV
@@ -91,8 +91,8 @@ def prepare_kernel(
     is_row = row < num_rows
     g = load_per_row(inputs.g, strides.g, batch, first, head, is_row, C)
     decay = tl.where(is_row, log_decay(g, head, inputs.A_log, inputs.dt_bias), 0.0)
-    # Hard resets (tokens at the floor) are summed apart: multiples of the floor are exact, and the sum of the other decays
-    # keeps the precision that a sum of hundreds would cost.
+    # Hard resets (tokens at the floor) are summed apart: multiples of the floor are exact, and the sum of the other
+    # decays keeps the precision that a sum of hundreds would cost.
     is_reset = decay <= MINIMUM_LOG_DECAY
     g = tl.cumsum(tl.where(is_reset, 0.0, decay), 0)
     resets = tl.cumsum(tl.where(is_reset, MINIMUM_LOG_DECAY, 0.0), 0)
@@ -113,7 +113,8 @@ def prepare_kernel(
         tl.store(rows + 2 * C, q_norm)
         tl.store(rows + 3 * C, k_norm)
 
-    # G_ij = 1[i >= j] e^(g_i - g_j): the exponent is masked, because above the diagonal its exponential could be infinite.
+    # G_ij = 1[i >= j] e^(g_i - g_j): the exponent is masked, because above the diagonal its exponential could be
+    # infinite.
     is_past = row[:, None] >= row[None, :]
     between = (g[:, None] - g[None, :]) + (resets[:, None] - resets[None, :])
     G = tl.where(is_past, tl.exp(tl.where(is_past, between, 0.0)), 0.0)
@@ -132,7 +133,8 @@ def at_last(x, C: tl.constexpr):
 
 @triton.jit
 def key_products(inputs, strides, batch, first, key_head, num_rows, config: tl.constexpr):
-    """K K^T and Q K^T [C, C], and the sums of squares of the rows of K and Q [C], in float32, in slices of BLOCK_SLICE channels."""
+    """K K^T and Q K^T [C, C], and the sums of squares of the rows of K and Q [C], in float32, in slices of BLOCK_SLICE
+    channels."""
     C: tl.constexpr = config.C
     SLICE: tl.constexpr = config.BLOCK_SLICE
     KK = tl.zeros([C, C], tl.float32)
@@ -152,8 +154,9 @@ def key_products(inputs, strides, batch, first, key_head, num_rows, config: tl.c
 
 @triton.jit
 def unit_lower_inverse(N, config: tl.constexpr):
-    """(I + N)^-1 of a strictly lower triangular N [C, C], in float32: diagonal blocks of 16 rows by substitution, then pairs
-    of neighbouring blocks joined on tensor cores. A sum of powers of N would cancel catastrophically for equal keys.
+    """(I + N)^-1 of a strictly lower triangular N [C, C], in float32: diagonal blocks of 16 rows by substitution, then
+    pairs of neighbouring blocks joined on tensor cores. A sum of powers of N would cancel catastrophically for equal
+    keys.
 
     With P and R joined by L below the diagonal, [[P, 0], [L, R]]^-1 = [[P^-1, 0], [-R^-1 L P^-1, R^-1]].
     """
@@ -173,7 +176,8 @@ def unit_lower_inverse(N, config: tl.constexpr):
 
 @triton.jit
 def diagonal_inverses(N, C: tl.constexpr):
-    """The inverses of the diagonal blocks of 16 rows of I + N, zeros elsewhere, by forward substitution in all blocks at once."""
+    """The inverses of the diagonal blocks of 16 rows of I + N, zeros elsewhere, by forward substitution in all blocks
+    at once."""
     NUM_BLOCKS: tl.constexpr = C // 16
     block = tl.arange(0, NUM_BLOCKS)
     is_diagonal = block[:, None, None, None] == block[None, None, :, None]
@@ -217,9 +221,9 @@ def from_quarters(upper_left, lower_left, lower_right, C: tl.constexpr):
 def chunk_of_slot(slot, cu_seqlens, num_sequences, num_tokens, C: tl.constexpr):
     """(batch row, first token, number of tokens) of the chunk in a slot; the number is <= 0 for a slot of no chunk.
 
-    Chunk c of the packed sequence n has the slot cu_seqlens[n] // C + n + c. The first slot of a sequence grows with n, so a
-    binary search finds the sequence. C = 64, lengths 1, 100: first slots 0 and 0 + 1; slots 0, 1, 2 have the chunks (0, 0),
-    (1, 0), (1, 1).
+    Chunk c of the packed sequence n has the slot cu_seqlens[n] // C + n + c. The first slot of a sequence grows with
+    n, so a binary search finds the sequence. C = 64, lengths 1, 100: first slots 0 and 0 + 1; slots 0, 1, 2 have the
+    chunks (0, 0), (1, 0), (1, 1).
     """
     if cu_seqlens is None:
         num_chunks = (num_tokens + C - 1) // C
@@ -256,7 +260,8 @@ def load_per_row(x, stride, batch, first, head, is_row, C: tl.constexpr):
 def load_tile(
     x, stride, batch, first, head, num_rows, first_column, C: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr
 ):
-    """x[batch, first : first + C, head, first_column : first_column + BLOCK]; zeros from row num_rows and column SIZE on."""
+    """x[batch, first : first + C, head, first_column : first_column + BLOCK]; zeros from row num_rows and column SIZE
+    on."""
     row = tl.arange(0, C)[:, None]
     column = first_column + tl.arange(0, BLOCK)[None, :]
     pointers = x + offset_of(stride, batch, first, head) + (row.to(tl.int64) * stride[1] + column)

@@ -4,16 +4,18 @@ Computes, per token, in float32:
 
     S <- e^(g + gk + gv) S;   u = beta (v - S^T k);   o = scale (S^T q + (k . q) u);   S <- S + k u^T
 
-which is the recurrence with o = scale S^T q of the new S written out, so that both sums over K run over the same S at once.
+which is the recurrence with o = scale S^T q of the new S written out, so that both sums over K run over the same S at
+once.
 
 Programs: one per (sequence, value head, block of V), block fastest, flattened into grid.x; with cu_seqlens one more
-"sequence" of programs, which zeroes the output rows behind the last sequence. Columns of S never meet, so programs share nothing.
+"sequence" of programs, which zeroes the output rows behind the last sequence. Columns of S never meet, so programs
+share nothing.
 
-Buffers: the state tile stays in registers from its load to its store. Consecutive threads hold consecutive addresses, 16 bytes
-each: along V in the layout [K, V], along K in the layout [V, K].
+Buffers: the state tile stays in registers from its load to its store. Consecutive threads hold consecutive addresses,
+16 bytes each: along V in the layout [K, V], along K in the layout [V, K].
 
-Per program: row of the state (state_indices) -> load S -> per token: load q, k, v, gates; two sums; update; store o -> store S.
-A padded sequence (negative index) loads nothing, stores zeros as outputs, and leaves the pool alone.
+Per program: row of the state (state_indices) -> load S -> per token: load q, k, v, gates; two sums; update; store o ->
+store S. A padded sequence (negative index) loads nothing, stores zeros as outputs, and leaves the pool alone.
 """
 
 from dataclasses import dataclass
@@ -134,7 +136,8 @@ def pick_tile(block_k: int, value_dim: int, state_v_first: bool) -> Tile:
     """The tile of a program: small enough that a single sequence of 32 heads occupies every SM of a large GPU.
 
     [K, V]: up to 32 values make 128 contiguous bytes of each row; 32 floats of state a thread, sums over K cross warps.
-    [V, K]: whole rows are contiguous whatever the block; 64 floats a thread keep sums over K within a warp up to K = 128.
+    [V, K]: whole rows are contiguous whatever the block; 64 floats a thread keep sums over K within a warp up to K =
+    128.
     """
     block_v = min(16 if state_v_first else 32, triton.next_power_of_2(value_dim))
     floats_per_warp = 32 * (64 if state_v_first else 32)
@@ -176,8 +179,8 @@ def kernel_arguments(arguments: RecurrentArguments, o: torch.Tensor, final_state
 
 
 def leading_strides(x: torch.Tensor | None) -> tuple[int, int, int]:
-    """Strides of the first three dimensions; 0 where a dimension has one element, whose stride may be anything and would
-    only make the compiler see one more case."""
+    """Strides of the first three dimensions; 0 where a dimension has one element, whose stride may be anything and
+    would only make the compiler see one more case."""
     if x is None:
         return (0, 0, 0)
     batch, token, head = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
@@ -196,9 +199,7 @@ def _final_state(arguments: RecurrentArguments) -> torch.Tensor | None:
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
-def recurrent_kernel(
-    o, tokens, strides, state, cu_seqlens, scale, num_sequences, num_tokens, config: tl.constexpr
-):
+def recurrent_kernel(o, tokens, strides, state, cu_seqlens, scale, num_sequences, num_tokens, config: tl.constexpr):
     BLOCK_V: tl.constexpr = config.BLOCK_V
     NUM_V_BLOCKS: tl.constexpr = (config.V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
@@ -323,7 +324,8 @@ def load_row(x, stride, batch, token, head, first, BLOCK: tl.constexpr, SIZE: tl
 
 @triton.jit
 def store_output(o, value, row, head, first_value, config: tl.constexpr):
-    """Stores o[row, head, first_value : first_value + BLOCK_V]; o is contiguous, row (int64) counts tokens over the batch."""
+    """Stores o[row, head, first_value : first_value + BLOCK_V]; o is contiguous, row (int64) counts tokens over the
+    batch."""
     BLOCK_V: tl.constexpr = config.BLOCK_V
     offsets = first_value + tl.arange(0, BLOCK_V)
     pointers = o + (row * config.HV + head) * config.V + offsets

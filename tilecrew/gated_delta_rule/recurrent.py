@@ -12,8 +12,8 @@ from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 def forward(arguments: RecurrentArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o [B, T, HV, V] in q's dtype, final state or None), see RecurrentArguments.
 
-    Per token: S <- e^(g + gk + gv) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = scale S^T q, in float32 (float64 where q
-    is float64).
+    Per token: S <- e^(g + gk + gv) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = scale S^T q, in float32 (float64
+    where q is float64).
     """
     batch, num_tokens, num_value_heads, value_dim = arguments.v.shape
     q, k, v, log_decays, beta = _token_inputs(arguments)
@@ -25,11 +25,9 @@ def forward(arguments: RecurrentArguments) -> tuple[torch.Tensor, torch.Tensor |
         active = [n for n, length in enumerate(lengths) if t < length]
         tokens = [starts[n] + t for n in active]
         is_everyone = len(active) == len(lengths)
-        o, active_state = _step(
-            state if is_everyone else state[active],
-            *(x[tokens] for x in (q, k, v, beta)),
-            [decay[tokens] for decay in log_decays],
-        )
+        active_state = state if is_everyone else state[active]
+        decays = [decay[tokens] for decay in log_decays]
+        o, active_state = _step(active_state, q[tokens], k[tokens], v[tokens], beta[tokens], decays)
         state = active_state if is_everyone else state.index_copy(0, _index(active, state), active_state)
         outputs.append(arguments.scale * o)
         output_tokens += tokens
@@ -47,7 +45,8 @@ def _step(
     beta: torch.Tensor,
     log_decays: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of n sequences. state [n, HV, K, V]; q, k [n, HV, K]; v, beta [n, HV, V] -> (S^T q [n, HV, V], next state)."""
+    """One token of n sequences. state [n, HV, K, V]; q, k [n, HV, K]; v, beta [n, HV, V] -> (S^T q [n, HV, V], next
+    state)."""
     for log_decay_of_state in log_decays:
         state = state * log_decay_of_state.exp()
     update = beta * (v - torch.einsum("nhkv,nhk->nhv", state, k))
@@ -55,7 +54,9 @@ def _step(
     return torch.einsum("nhkv,nhk->nhv", state, q), state
 
 
-def _token_inputs(arguments: RecurrentArguments):
+def _token_inputs(
+    arguments: RecurrentArguments,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """Per token of the flattened batch, gates applied: q, k [B * T, HV, K]; v [B * T, HV, V]; the log decays, each
     broadcastable to [B * T, HV, K, V]; beta [B * T, HV, V or 1]."""
     dtype = compute_dtype(arguments.q)
@@ -81,13 +82,14 @@ def _token_inputs(arguments: RecurrentArguments):
     if arguments.beta is None:
         beta = v.new_ones(1, 1, 1).expand(v.shape[0] * v.shape[1], num_value_heads, 1)
     else:
-        beta = write_strength(arguments.beta.to(dtype), arguments.use_beta_sigmoid, arguments.allow_neg_eigval).flatten(0, 1)
-        beta = beta if beta.ndim == 3 else beta[..., None]
+        beta = write_strength(arguments.beta.to(dtype), arguments.use_beta_sigmoid, arguments.allow_neg_eigval)
+        beta = beta.flatten(0, 1) if beta.ndim == 4 else beta.flatten(0, 1)[..., None]
     return q, k, v.flatten(0, 1), log_decays, beta
 
 
 def _sequences(arguments: RecurrentArguments) -> tuple[list[int], list[int], list[int]]:
-    """For each sequence its first token in the flattened batch, its length (0 for padding), its row of the state (-1 for padding)."""
+    """For each sequence its first token in the flattened batch, its length (0 for padding), its row of the state (-1
+    for padding)."""
     batch, num_tokens = arguments.q.shape[:2]
     if arguments.cu_seqlens is None:
         bounds = [n * num_tokens for n in range(batch + 1)]
