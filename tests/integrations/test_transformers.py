@@ -198,6 +198,13 @@ def test_arguments_that_do_not_concern_the_operator_are_dropped():
     assert actual[1] is None
 
 
+def test_options_of_the_operator_go_through():
+    q, g = torch.randn(1, 3, 2, 16), -torch.rand(1, 3, 2)
+    for function in (integration.chunk_gated_delta_rule, integration.recurrent_gated_delta_rule):
+        plain, scaled = function(q, q, q, g=g, beta=-g)[0], function(q, q, q, g=g, beta=-g, scale=1.0)[0]
+        torch.testing.assert_close(scaled, 4 * plain)
+
+
 def test_left_padding_does_not_change_a_row():
     model, row = build(), tokens(1, 40)
     padded = torch.cat([torch.zeros(1, 25, dtype=torch.int64), row], 1)

@@ -207,7 +207,8 @@ def _record(settings: Settings, dtype: torch.dtype, checks: list[Check], timings
 def _where(device: torch.device) -> str:
     if device.type == "cuda":
         return hardware_of(device).name
-    return f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    return f"CPU ({platform.machine()}), {num_threads} thread{'s' if num_threads > 1 else ''}"
 
 
 def _describe(size: ModelSize) -> str:

@@ -58,6 +58,10 @@ IRRELEVANT = frozenset(
     }
 )
 
+# Further options of the operators, which no layer passes today: as transformers does, names that match go through.
+CHUNK_OPTIONS = frozenset(inspect.signature(tilecrew.chunk_gated_delta_rule).parameters) - {"output_h"}
+RECURRENT_OPTIONS = frozenset(inspect.signature(tilecrew.fused_recurrent_gated_delta_rule).parameters)
+
 # What enable() found in each modeling module: {module: {global name: the object that was there}}. Empty while disabled.
 _replaced: dict[ModuleType, dict[str, Any]] = {}
 
@@ -154,7 +158,7 @@ def chunk_gated_delta_rule(
     state or None). Raises ValueError for a packed batch that continues a cache, TypeError for a tensor that it does not
     know.
     """
-    _check_extra(kwargs, cu_seqlens)
+    options = _options(kwargs, cu_seqlens, CHUNK_OPTIONS)
     if cu_seqlens is not None and cu_seqlens.shape[0] > 2 and initial_state is not None:
         raise ValueError(
             f"a packed batch (cu_seq_lens_q describes {cu_seqlens.shape[0] - 1} sequences) cannot continue a cache, "
@@ -171,6 +175,7 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        **options,
     )
     return o, final_state
 
@@ -192,7 +197,7 @@ def recurrent_gated_delta_rule(
     Shapes and errors as in `chunk_gated_delta_rule`. With gradients disabled the final state replaces initial_state in
     place: that is the cache's buffer, into which the layer would copy the final state next.
     """
-    _check_extra(kwargs, cu_seqlens)
+    options = _options(kwargs, cu_seqlens, RECURRENT_OPTIONS)
     updates_cache = initial_state is not None and output_final_state and not torch.is_grad_enabled()
     return tilecrew.fused_recurrent_gated_delta_rule(
         q=_last_dimension_contiguous(query),
@@ -205,6 +210,7 @@ def recurrent_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
         inplace_state=updates_cache,
+        **options,
     )
 
 
@@ -309,17 +315,22 @@ def _refusing_packed(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch_function_without_packing
 
 
-def _check_extra(extra: dict[str, Any], cu_seqlens: torch.Tensor | None) -> None:
-    """Refuses what must not be dropped: tensors of unknown meaning, and packing that only seq_idx describes."""
+def _options(extra: dict[str, Any], cu_seqlens: torch.Tensor | None, known: frozenset[str]) -> dict[str, Any]:
+    """The part of a layer's further keyword arguments that is for the operator.
+
+    Refuses what must not be dropped: tensors of unknown meaning, and packing that only seq_idx describes.
+    """
     if extra.get("seq_idx") is not None and cu_seqlens is None:
         raise ValueError("seq_idx without cu_seq_lens_q: the delta rule resets its state by cu_seq_lens_q, pass both")
     for name, value in extra.items():
         parts = value if isinstance(value, (list, tuple)) else (value,)
-        if name not in IRRELEVANT and name != "seq_idx" and any(isinstance(part, torch.Tensor) for part in parts):
+        is_known = name in known or name in IRRELEVANT or name == "seq_idx"
+        if not is_known and any(isinstance(part, torch.Tensor) for part in parts):
             raise TypeError(
                 f"tensor argument {name!r} reached the gated delta rule from a transformers layer, and tilecrew does "
                 "not know what it means there; tilecrew.integrations.transformers.disable() restores transformers' own"
             )
+    return {name: value for name, value in extra.items() if name in known}
 
 
 def _last_dimension_contiguous(tensor: torch.Tensor) -> torch.Tensor:
