@@ -1,0 +1,59 @@
+"""Ring: several stages of tiles that one producer fills by TMA and other roles read.
+
+In step i the stage is i % num_stages. Two mbarriers a stage:
+    full    1 arrival (the producer's, with the byte count) + the bytes of its copies
+    empty   one arrival of every consumer role
+Phases are computed here from the step and nowhere else: a barrier completes its phase once every num_stages steps.
+The tiles themselves belong to the kernel: a ring may guard several of them at once.
+"""
+
+from tilecrew.device.compat import aggregate, barrier, gl, gluon, mbarrier
+from tilecrew.device.tiles import opaque
+
+
+@aggregate
+class Ring:
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    num_stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, full, empty, num_stages):
+        self.full = full
+        self.empty = empty
+        self.num_stages = gl.constexpr(num_stages)
+
+    @gluon.jit
+    def create(num_stages: gl.constexpr, num_consumers: gl.constexpr):
+        full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(num_stages):
+            mbarrier.init(full.index(stage), count=1)
+            mbarrier.init(empty.index(stage), count=num_consumers)
+        return Ring(full, empty, num_stages)
+
+    @gluon.jit
+    def stage(self, step):
+        # Opaque, or the compiler turns addresses in the stage into induction variables that start in front of every role.
+        return opaque(step % self.num_stages)
+
+    @gluon.jit
+    def acquire(self, step):
+        """Producer: waits until the consumers have left the stage; returns its full barrier."""
+        # A fresh barrier counts as "the phase before the first is over", so the first round passes at once.
+        mbarrier.wait(self.empty.index(step % self.num_stages), ((step // self.num_stages) & 1) ^ 1)
+        return self.full.index(step % self.num_stages)
+
+    @gluon.jit
+    def wait(self, step):
+        """Consumer: waits until the tiles of this step are in shared memory."""
+        mbarrier.wait(self.full.index(step % self.num_stages), (step // self.num_stages) & 1)
+
+    @gluon.jit
+    def release(self, step):
+        """Consumer: this role reads the stage no more. The arrival is one thread's, hence the barrier: other warps may still read.
+
+        No proxy fence: the reads were finished, and a role that wrote into the stage has fenced when it published that.
+        """
+        barrier()
+        mbarrier.arrive(self.empty.index(step % self.num_stages), count=1)

@@ -1,0 +1,95 @@
+"""Device code of stage (1) and of the gate mask of stage (3): decays, write strengths and norms of one chunk."""
+
+from tilecrew.device.compat import gl, gluon
+from tilecrew.device.tiles import LOG2_E
+
+CHUNK = gl.constexpr(64)
+DIM = gl.constexpr(128)
+MINIMUM_LOG_DECAY = gl.constexpr(
+    -100.0
+)  # e^-100 is 0 in float32; a lower floor would cost the cumulative sum precision
+NORM_EPSILON = gl.constexpr(1e-6)
+
+
+@gluon.jit
+def gate_mask(log2_decay, LAYOUT: gl.constexpr, FIRST_ROW: gl.constexpr = 0, NUM_ROWS: gl.constexpr = CHUNK):
+    """G_ij = 1[i >= j] e^{g_i - g_j}   (3), from the cumulative log2 decay in shared memory; some or all of its rows.
+
+    The exponent is masked before the exponential, so that it is never positive.
+    """
+    row = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
+    rows = log2_decay.slice(FIRST_ROW, NUM_ROWS).load(gl.SliceLayout(1, LAYOUT))[:, None]
+    columns = log2_decay.load(gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.exp2(gl.where(row >= column, rows - columns, float("-inf")))
+
+
+@gluon.jit
+def softplus(x):
+    """log(1 + e^x) without overflow."""
+    return gl.maximum(x, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(x)))
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def prepare_gates(tensors, strides, place, tiles, gates, config: gl.constexpr):
+    """Cumulative log2 decay and beta of a group of value heads, into shared memory and into rows 0 and 1 of `gates`.
+
+    tensors: (g, beta, A_log, dt_bias) pointers; strides: of g, then of beta, over batch, token, head.
+    place: (batch, token, length, value_head). Behind `length` tokens the decay stays and beta is 0.
+    """
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr = tensors
+    batch, token, length, value_head = place
+    log2_decay_tile, beta_tile = tiles
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    head = value_head + gl.arange(0, config.head_group, gl.SliceLayout(1, layout))
+    position = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    valid = (position < length)[None, :]
+    position64 = (token + position).to(gl.int64)[None, :]
+    head64 = head.to(gl.int64)[:, None]
+    batch64 = batch.to(gl.int64)
+    g_offset = batch64 * strides[0] + position64 * strides[1] + head64 * strides[2]
+    beta_offset = batch64 * strides[3] + position64 * strides[4] + head64 * strides[5]
+    g = gl.load(g_ptr + g_offset, mask=valid, other=0.0).to(gl.float32)
+    beta = gl.load(beta_ptr + beta_offset, mask=valid, other=0.0).to(gl.float32)
+    if config.compute_gate:
+        if config.has_gate_bias:
+            g += gl.load(dt_bias_ptr + head).to(gl.float32)[:, None]
+        g = -gl.exp(gl.load(A_log_ptr + head).to(gl.float32))[:, None] * softplus(g)
+    if config.sigmoid_beta:
+        beta = config.beta_factor / (1.0 + gl.exp(-beta))
+    g = gl.where(valid, gl.maximum(g, MINIMUM_LOG_DECAY) * LOG2_E, 0.0)
+    beta = gl.where(valid, beta, 0.0)
+    g = gl.associative_scan(g, 1, _add)
+    matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    log2_decay_tile._reinterpret(gl.float32, [config.head_group, CHUNK], matrix).store(g)
+    beta_tile._reinterpret(gl.float32, [config.head_group, CHUNK], matrix).store(beta)
+    row = gl.arange(0, config.head_group, gl.SliceLayout(1, layout))[:, None] * (4 * CHUNK) + position[None, :]
+    gl.store(gates + row, g)
+    gl.store(gates + row + CHUNK, beta)
+
+
+@gluon.jit
+def inverse_norms(matrix, norms, length):
+    """norms[i] = 1 / sqrt(|row i|^2 + 1e-6) of a [64, 128] tile, 0 behind `length` rows, into a shared vector."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    x = matrix.load(layout).to(gl.float32)
+    row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    norms.store(gl.where(row < length, gl.rsqrt(gl.sum(x * x, 1) + NORM_EPSILON), 0.0))
+
+
+@gluon.jit
+def store_norms(norms, gates, config: gl.constexpr):
+    """Rows 2 (keys) and 3 (queries) of `gates` for every value head of the group."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    position = gl.arange(0, CHUNK, layout)
+    key_norm = norms.index(0).load(layout)
+    query_norm = norms.index(1).load(layout)
+    GROUP: gl.constexpr = config.head_group
+    for group_idx in gl.static_range(GROUP):
+        gl.store(gates + (group_idx * 4 + 2) * CHUNK + position, key_norm)
+        gl.store(gates + (group_idx * 4 + 3) * CHUNK + position, query_norm)

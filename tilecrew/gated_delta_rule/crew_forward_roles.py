@@ -1,0 +1,118 @@
+"""Shared memory and hand-offs of kernel_forward_roles: what the roles of one CTA share. The tables are in that file."""
+
+from tilecrew.device.compat import aggregate, gl, gluon, mbarrier
+from tilecrew.device.handoff import Handoff, Signal
+from tilecrew.device.mma import tile_layout
+from tilecrew.device.ring import Ring
+from tilecrew.device.tiles import matrix_view, vectors_view
+
+DIM = gl.constexpr(128)  # K and V
+CHUNK = gl.constexpr(64)
+GATE_ROWS = gl.constexpr(4)
+
+
+@aggregate
+class Tiles:
+    """Shared memory. query, key, value, inverse and gates have the stages of their rings; the others have one copy."""
+
+    query: gl.shared_memory_descriptor
+    key: gl.shared_memory_descriptor
+    value: gl.shared_memory_descriptor
+    inverse: gl.shared_memory_descriptor
+    gates: gl.shared_memory_descriptor
+    state: gl.shared_memory_descriptor
+    residual: gl.shared_memory_descriptor
+    value_delta: gl.shared_memory_descriptor
+    state_delta: gl.shared_memory_descriptor
+    output: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, query, key, value, inverse, gates, state, residual, value_delta, state_delta, output):
+        self.query, self.key, self.value, self.inverse, self.gates = query, key, value, inverse, gates
+        self.state, self.residual = state, residual
+        self.value_delta, self.state_delta, self.output = value_delta, state_delta, output
+
+    @gluon.jit
+    def create(q_desc, k_desc, v_desc, inverse_desc, gates_desc, config: gl.constexpr):
+        BV: gl.constexpr = config.block_v
+        STAGES: gl.constexpr = config.num_stages
+        dtype: gl.constexpr = q_desc.dtype
+        matrix: gl.constexpr = tile_layout([CHUNK, BV], dtype)
+        return Tiles(
+            gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, DIM], q_desc.layout),
+            gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, DIM], k_desc.layout),
+            gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, BV], v_desc.layout),
+            gl.allocate_shared_memory(dtype, [STAGES + 1, CHUNK, CHUNK], inverse_desc.layout),
+            gl.allocate_shared_memory(gl.float32, [STAGES + 1, GATE_ROWS, CHUNK], gates_desc.layout),
+            gl.allocate_shared_memory(dtype, [DIM, BV], tile_layout([DIM, BV], dtype)),
+            gl.allocate_shared_memory(dtype, [CHUNK, BV], matrix),
+            gl.allocate_shared_memory(dtype, [CHUNK, BV], matrix),
+            gl.allocate_shared_memory(dtype, [CHUNK, BV], matrix),
+            gl.allocate_shared_memory(dtype, [1, CHUNK, 1, BV], v_desc.layout),
+        )
+
+    @gluon.jit
+    def query_matrix(self, stage):
+        return matrix_view(self.query.index(stage), CHUNK, DIM, tile_layout([CHUNK, DIM], self.query.dtype))
+
+    @gluon.jit
+    def key_matrix(self, stage):
+        return matrix_view(self.key.index(stage), CHUNK, DIM, tile_layout([CHUNK, DIM], self.key.dtype))
+
+    @gluon.jit
+    def value_matrix(self, stage, BV: gl.constexpr):
+        return matrix_view(self.value.index(stage), CHUNK, BV, tile_layout([CHUNK, BV], self.value.dtype))
+
+    @gluon.jit
+    def output_matrix(self, BV: gl.constexpr):
+        return matrix_view(self.output, CHUNK, BV, tile_layout([CHUNK, BV], self.output.dtype))
+
+    @gluon.jit
+    def gate_vectors(self, stage):
+        """Rows of the gates: 0 cumulative log2 decay, 1 beta, 2 and 3 the inverse norms of the keys and queries."""
+        return vectors_view(self.gates.index(stage), GATE_ROWS, CHUNK)
+
+
+@aggregate
+class Crew:
+    """The rings and hand-offs by which the roles of one CTA work together (table at the top of this file)."""
+
+    query_key: Ring
+    value: Ring
+    inverse: Ring
+    gated_inverse: Signal
+    state: Handoff
+    value_delta: Handoff
+    state_delta: Handoff
+    output: Handoff
+    key_tail: gl.shared_memory_descriptor
+    value_tail: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, query_key, value, inverse, gated_inverse, state, value_delta, state_delta, output, key_tail, value_tail
+    ):
+        self.query_key, self.value, self.inverse, self.gated_inverse = query_key, value, inverse, gated_inverse
+        self.state, self.value_delta, self.state_delta, self.output = state, value_delta, state_delta, output
+        self.key_tail, self.value_tail = key_tail, value_tail
+
+    @gluon.jit
+    def create(config: gl.constexpr):
+        STAGES: gl.constexpr = config.num_stages
+        STATE_READERS: gl.constexpr = 3 if config.store_h else 2  # value, output, and the store role for h
+        key_tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        value_tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(key_tail, count=1)
+        mbarrier.init(value_tail, count=1)
+        return Crew(
+            Ring.create(STAGES, 3),  # state, value, output
+            Ring.create(STAGES, 1),  # value
+            Ring.create(STAGES + 1, 3),  # state, value, output; one stage more: A_g is made a chunk ahead
+            Signal.create(STAGES + 1),
+            Handoff.create(STATE_READERS),
+            Handoff.create(1),
+            Handoff.create(1),
+            Handoff.create(1),
+            key_tail,
+            value_tail,
+        )

@@ -1,0 +1,465 @@
+"""Chunked gated delta rule on Hopper: one CTA is a crew of roles that hand a chunk on through shared memory.
+
+One CTA serves one piece of a sequence, one value head and one block of V, and walks the chunks in time. It keeps the
+state S in registers; nothing but the outputs goes back to global memory. Stages A to F are explained in README.md.
+
+Computes (equation numbers of README.md), per chunk, with A and the gates from kernel_prepare:
+    A  the chunk's inputs are in shared memory
+    B  S published; gamma = e^g; G_ij = 1[i >= j] e^{g_i - g_j}, P = Q K^T, A_g = G o A o beta_j                     (3)
+    C  U = K S, W = V - gamma o U;  Q S;  S <- gamma_C S                                                       (4) (6) (7)
+    D  V_d = A_g W;  P_g = scale G o P                                                                         (5) (3)
+    E  V' = e^{g_C - g} o V_d;  O = scale gamma o (Q S) + P_g V_d                                              (5) (6)
+    F  S <- S + K^T V';  O handed to the store role                                                            (7)
+
+Roles                 warps  registers  job
+    state (default)     4      the rest  owns S; publishes a copy in the input dtype; decays it; S += K^T V'
+    value               4      152       U, W, V_d, V'
+    output              4      152       P, G, A_g (one chunk ahead), Q S, P_g, O
+    load_query_key      1      40        TMA of Q and K
+    load_value          1      40        TMA of V
+    load_inverse        1      40        TMA of A and of the gates
+    store               1      40        TMA of O and of S (the optional output h)
+
+Rings            producer -> consumers                         full by                empty by     bytes x stages (V block 128)
+    query_key    load_query_key -> state, value, output        1 arrival + TMA        3 roles      32 KiB x 2
+    value        load_value -> value                           1 arrival + TMA        1 role       16 KiB x 2
+    inverse      load_inverse -> state, value, output          1 arrival + TMA        3 roles       9 KiB x 3
+
+Hand-offs        producer -> consumers                         ready by               free by
+    state        state -> value, output (and store for h)      S in shared memory     U, Q S done (h stored)
+    gated_inverse  output -> value                             A_g over A, in place   the inverse ring's empty
+    state_delta  value -> state                                V' in shared memory    S += K^T V' done
+    value_delta  value -> output                               V_d in shared memory   O += P_g V_d done
+    output       output -> store                               O in shared memory     O stored
+
+Timeline         [chunk i]
+    load_*       wait empty -> TMA of chunk i + stages ahead
+    state        publish S | decay S | wait state_delta -> S += K^T V'
+    value        wait state -> U -> W | wait gated_inverse -> V_d -> V' -> V_d out
+    output       P, P_g | wait state -> Q S, meanwhile A_g of chunk i + 1 | wait value_delta -> O -> out
+    store        (wait state -> h) | wait output -> O of chunk i, while the others compute chunk i + 1
+
+A chunk that is not full is the last of its sequence: the load roles put zeros over the rows behind its end (they belong to
+a neighbour and may hold NaN), so that the compute roles need no masks; the store role writes the valid rows only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tilecrew.device.aot import Launch
+from tilecrew.device.compat import (
+    TensorDescriptor,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tilecrew.device.mma import accumulator_layout, operand_layout, row_tile_layout, tile_layout
+from tilecrew.device.tiles import opaque, scalar, zero_rows
+from tilecrew.gated_delta_rule import kernel_prepare
+from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
+from tilecrew.gated_delta_rule.chunk_gates import gate_mask
+from tilecrew.gated_delta_rule.chunk_state import load_state, state_pointer, store_state
+from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
+from tilecrew.gated_delta_rule.crew_forward_roles import Crew, Tiles
+from tilecrew.gated_delta_rule.kernel_prepare import GATE_ROWS, GLUON_DTYPES, Prepared, token_descriptor
+from tilecrew.gated_delta_rule.schedule import Schedule
+
+DIM = gl.constexpr(128)  # K and V
+CHUNK = gl.constexpr(64)
+VALUE_REGISTERS, OUTPUT_REGISTERS, COPY_REGISTERS = gl.constexpr(144), gl.constexpr(168), gl.constexpr(40)
+# Threads x registers at entry, before the roles re-divide them: 16 warps x 32 x 128 = 65,536, all that an SM has.
+ENTRY_REGISTERS = 128
+
+
+@dataclass(frozen=True)
+class RolesConfig:
+    """What the kernel is compiled for. Stages of the rings follow from the V block: what 227 KB hold."""
+
+    num_value_heads: int
+    value_heads_per_head: int
+    block_v: int
+    gate_inside_inverse: bool
+    normalise: bool
+    varlen: bool
+    has_pieces: bool
+    has_initial_state: bool
+    store_final_state: bool
+    store_h: bool
+    state_v_first: bool
+
+    @property
+    def num_stages(self) -> int:
+        return 2 if self.block_v == 128 else 3
+
+
+def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
+    """Outputs and states on the current stream: the prepare kernel, then the crew. See ForwardArguments for shapes."""
+    prepared = kernel_prepare.allocate(arguments)
+    result = allocate_result(arguments)
+    kernel_prepare.launch(arguments, prepared, result.o).run()
+    launch(arguments, prepared, result, schedule.block_v).run()
+    return result
+
+
+def allocate_result(arguments: ForwardArguments) -> ForwardResult:
+    """Output tensors. Unused slots of h exist in packed batches only and are zeros."""
+    q, v = arguments.q, arguments.v
+    batch, num_value_heads, key_dim, value_dim = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
+    state_shape = (value_dim, key_dim) if arguments.state_v_first else (key_dim, value_dim)
+    h = None
+    if arguments.output_h:
+        new = v.new_empty if arguments.cu_seqlens is None else v.new_zeros
+        h = new(batch, arguments.num_slots // batch, num_value_heads, key_dim, value_dim)
+    final_state = None
+    if arguments.output_final_state:
+        final_state = v.new_empty(arguments.num_sequences, num_value_heads, *state_shape, dtype=torch.float32)
+    return ForwardResult(o=v.new_empty(v.shape), final_state=final_state, h=h)
+
+
+def launch(
+    arguments: ForwardArguments,
+    prepared: Prepared,
+    result: ForwardResult,
+    block_v: int,
+    pieces: torch.Tensor | None = None,
+) -> Launch:
+    """The launch of this kernel.
+
+    pieces: [P, 3] int32 rows (sequence, first chunk, chunk behind the last): sequences cut for context parallelism. Each
+    piece starts from its own row of initial_state ([P, HV, K, V]); the piece that ends a sequence writes its final state.
+    """
+    q, v = arguments.q, arguments.v
+    num_value_heads = v.shape[2]
+    dtype = GLUON_DTYPES[q.dtype]
+    config = RolesConfig(
+        num_value_heads=num_value_heads,
+        value_heads_per_head=num_value_heads // q.shape[2],
+        block_v=block_v,
+        gate_inside_inverse=prepared.gate_inside_inverse,
+        normalise=arguments.use_qk_l2norm,
+        varlen=arguments.cu_seqlens is not None,
+        has_pieces=pieces is not None,
+        has_initial_state=arguments.initial_state is not None,
+        store_final_state=result.final_state is not None,
+        store_h=result.h is not None,
+        state_v_first=arguments.state_v_first,
+    )
+    h = result.o if result.h is None else result.h
+    tile = [128, block_v]
+    args = (
+        token_descriptor(q, 128),
+        token_descriptor(arguments.k, 128),
+        token_descriptor(v, block_v),
+        TensorDescriptor.from_tensor(prepared.inverse.view(-1, 64), [64, 64], tile_layout([64, 64], dtype)),
+        TensorDescriptor.from_tensor(prepared.gates.view(-1, 64), [4, 64], row_tile_layout()),
+        token_descriptor(result.o, block_v),
+        TensorDescriptor.from_tensor(h.view(-1, 128), tile, tile_layout(tile, dtype)),
+        (
+            result.o,
+            arguments.initial_state,
+            result.final_state,
+            arguments.cu_seqlens,
+            pieces,
+        ),
+        arguments.scale,
+        config,
+    )
+    num_pieces = arguments.num_sequences if pieces is None else pieces.shape[0]
+    grid = (num_pieces * num_value_heads * (128 // block_v),)
+    return Launch(forward_roles_kernel, grid, args, {"num_warps": 4, "maxnreg": ENTRY_REGISTERS})
+
+
+@gluon.jit
+def forward_roles_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    inverse_desc,
+    gates_desc,
+    o_desc,
+    h_desc,
+    tensors,
+    scale,
+    config: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    BV: gl.constexpr = config.block_v
+    num_tokens = opaque(q_desc.shape[1])
+    walk = ChunkWalk.create(
+        num_tokens,
+        tensors[3],
+        tensors[4],
+        config.num_value_heads,
+        DIM // BV,
+        BV,
+        config.varlen,
+        config.has_pieces,
+    )
+    TOKEN_STRIDE: gl.constexpr = config.num_value_heads * DIM
+    first_token = walk.batch.to(gl.int64) * num_tokens + walk.token_start
+    output_pointer = tensors[0] + first_token * TOKEN_STRIDE + walk.head * DIM + walk.value_offset
+    tiles = Tiles.create(q_desc, k_desc, v_desc, inverse_desc, gates_desc, config)
+    crew = Crew.create(config)
+    # S is loaded and stored out here, where this warp group still has the registers of those that wait.
+    S = gl.zeros([DIM, BV], gl.float32, accumulator_layout(BV))
+    if config.has_initial_state:
+        first = state_pointer(tensors[1], walk.piece, walk, config.num_value_heads, config.state_v_first)
+        S = load_state(first, BV, config.state_v_first)
+    results = gl.warp_specialize(
+        [
+            (state_role, (tiles, crew, walk, S, config)),
+            (value_role, (tiles, crew, walk, config)),
+            (output_role, (tiles, crew, walk, scale, config)),
+            (load_query_key_role, (tiles, crew, walk, q_desc, k_desc, config)),
+            (load_value_role, (tiles, crew, walk, v_desc, config)),
+            (load_inverse_role, (tiles, crew, walk, inverse_desc, gates_desc, config)),
+            (store_role, (tiles, crew, walk, o_desc, h_desc, output_pointer, config)),
+        ],
+        [4, 4, 1, 1, 1, 1],
+        [VALUE_REGISTERS, OUTPUT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+    )
+    if config.store_final_state:
+        if walk.ends_sequence == 1:
+            first = state_pointer(tensors[2], walk.sequence, walk, config.num_value_heads, config.state_v_first)
+            store_state(results[0], first, config.state_v_first)
+
+
+@gluon.jit
+def state_role(tiles, crew, walk, S, config: gl.constexpr):
+    layout: gl.constexpr = S.type.layout
+    dtype: gl.constexpr = tiles.state.dtype
+    for i in range(walk.num_chunks):
+        # B: publish S
+        crew.state.acquire(i)
+        tiles.state.store(S.to(dtype))
+        crew.state.publish()
+        # C: S <- gamma_C S; behind the end of a sequence the cumulative gate stays, so the last row is always gamma_C
+        crew.inverse.wait(i)
+        log2_decay = tiles.gate_vectors(crew.inverse.stage(i)).index(0)
+        S = S * gl.exp2(scalar(log2_decay, CHUNK - 1, gl.SliceLayout(0, layout)))
+        # F: S <- S + K^T V'   (7)
+        crew.query_key.wait(i)
+        crew.state_delta.wait(i)
+        key = tiles.key_matrix(crew.query_key.stage(i))
+        S = warpgroup_mma(key.permute((1, 0)), tiles.state_delta, S, is_async=True)
+        S = warpgroup_mma_wait(0, deps=(S,))
+        crew.state_delta.release()
+        crew.query_key.release(i)
+        crew.inverse.release(i)
+    return (S,)
+
+
+@gluon.jit
+def value_role(tiles, crew, walk, config: gl.constexpr):
+    BV: gl.constexpr = config.block_v
+    layout: gl.constexpr = accumulator_layout(BV)
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    dtype: gl.constexpr = tiles.state.dtype
+    for i in range(walk.num_chunks):
+        # A, B: gamma = e^g and e^{g_C - g}, while S is on its way
+        crew.inverse.wait(i)
+        gates = tiles.gate_vectors(crew.inverse.stage(i))
+        log2_decay = gates.index(0).load(row)
+        gamma = gl.exp2(log2_decay)
+        to_end = gl.exp2(scalar(gates.index(0), CHUNK - 1, row) - log2_decay)
+        if config.normalise:  # K stays as it is in shared memory: its norms go where its rows end up
+            key_norm = gates.index(2).load(row)
+            gamma = gamma * key_norm
+            to_end = to_end * key_norm
+        crew.value.wait(i)
+        crew.query_key.wait(i)
+        crew.state.wait(i)
+        # C: U = K S;  W = V - gamma o U   (4)
+        U = gl.zeros([CHUNK, BV], gl.float32, layout)
+        U = warpgroup_mma(tiles.key_matrix(crew.query_key.stage(i)), tiles.state, U, use_acc=False, is_async=True)
+        V = tiles.value_matrix(crew.value.stage(i), BV).load(layout).to(gl.float32)
+        U = warpgroup_mma_wait(0, deps=(U,))
+        tiles.residual.store((V - gamma[:, None] * U).to(dtype))
+        fence_async_shared()
+        barrier()
+        # D: V_d = A_g W   (5)
+        crew.gated_inverse.wait(i)
+        V_d = gl.zeros([CHUNK, BV], gl.float32, layout)
+        inverse = tiles.inverse.index(crew.inverse.stage(i))
+        V_d = warpgroup_mma(inverse, tiles.residual, V_d, use_acc=False, is_async=True)
+        V_d = warpgroup_mma_wait(0, deps=(V_d,))
+        # E: V' = e^{g_C - g} o V_d first, because the state waits for it   (5)
+        crew.state_delta.acquire(i)
+        tiles.state_delta.store((V_d * to_end[:, None]).to(dtype))
+        crew.state_delta.publish()
+        crew.value_delta.acquire(i)
+        tiles.value_delta.store(V_d.to(dtype))
+        crew.value_delta.publish()
+        crew.state.release()
+        crew.query_key.release(i)
+        crew.value.release(i)
+        crew.inverse.release(i)
+
+
+@gluon.jit
+def output_role(tiles, crew, walk, scale, config: gl.constexpr):
+    BV: gl.constexpr = config.block_v
+    square: gl.constexpr = accumulator_layout(CHUNK)
+    layout: gl.constexpr = accumulator_layout(BV)
+    dtype: gl.constexpr = tiles.state.dtype
+    if walk.num_chunks > 0:
+        crew.inverse.wait(0)
+        gate_inverse(tiles, crew, 0, config)
+    for i in range(walk.num_chunks):
+        gates = tiles.gate_vectors(crew.inverse.stage(i))
+        # B, D: P = Q K^T;  P_g = scale G o P   (3); while P runs, A_g of the next chunk: the value role never waits for it
+        crew.inverse.wait(i + 1)
+        crew.query_key.wait(i)
+        query = tiles.query_matrix(crew.query_key.stage(i))
+        key = tiles.key_matrix(crew.query_key.stage(i))
+        P = gl.zeros([CHUNK, CHUNK], gl.float32, square)
+        P = warpgroup_mma(query, key.permute((1, 0)), P, use_acc=False, is_async=True)
+        gate_inverse(tiles, crew, i + 1, config)
+        G = gate_mask(gates.index(0), square) * scale
+        if config.normalise:
+            query_norm = gates.index(3).load(gl.SliceLayout(1, square))
+            key_norm = gates.index(2).load(gl.SliceLayout(0, square))
+            G = G * query_norm[:, None] * key_norm[None, :]
+        gamma = gl.exp2(gates.index(0).load(gl.SliceLayout(1, layout))) * scale
+        if config.normalise:
+            gamma = gamma * gates.index(3).load(gl.SliceLayout(1, layout))
+        P = warpgroup_mma_wait(0, deps=(P,))
+        P_g = gl.convert_layout((P * G).to(dtype), operand_layout(layout, 0))
+        # C: Q S   (6)
+        crew.state.wait(i)
+        O = gl.zeros([CHUNK, BV], gl.float32, layout)
+        O = warpgroup_mma(query, tiles.state, O, use_acc=False, is_async=True)
+        O = warpgroup_mma_wait(0, deps=(O,))
+        crew.state.release()
+        O = O * gamma[:, None]
+        # E: O = scale gamma o (Q S) + P_g V_d   (6)
+        crew.value_delta.wait(i)
+        O = warpgroup_mma(P_g, tiles.value_delta, O, is_async=True)
+        O = warpgroup_mma_wait(0, deps=(O,))
+        crew.value_delta.release()
+        crew.query_key.release(i)
+        crew.inverse.release(i)
+        # F: hand O on
+        crew.output.acquire(i)
+        tiles.output_matrix(BV).store(O.to(dtype))
+        crew.output.publish()
+
+
+@gluon.jit
+def gate_inverse(tiles, crew, chunk, config: gl.constexpr):
+    """A_g = G o A o beta_j, in place   (3). Where the prepare kernel has gated the inverse already, only beta is missing.
+
+    From shared memory to shared memory, so in 16-byte pieces, and in two halves, because P holds its registers meanwhile.
+    """
+    ROWS: gl.constexpr = CHUNK // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    stage = crew.inverse.stage(chunk)
+    gates = tiles.gate_vectors(stage)
+    inverse = tiles.inverse.index(stage)
+    beta = gates.index(1).load(gl.SliceLayout(0, layout))[None, :]
+    for first in gl.static_range(0, CHUNK, ROWS):
+        rows = inverse.slice(first, ROWS)
+        A_g = rows.load(layout).to(gl.float32) * beta
+        if not config.gate_inside_inverse:
+            A_g = A_g * gate_mask(gates.index(0), layout, first, ROWS)
+        rows.store(A_g.to(inverse.dtype))
+    crew.gated_inverse.publish(chunk)
+
+
+@gluon.jit
+def load_query_key_role(tiles, crew, walk, q_desc, k_desc, config: gl.constexpr):
+    head = walk.head // config.value_heads_per_head
+    for i in range(walk.num_chunks):
+        full = crew.query_key.acquire(i)
+        stage = crew.query_key.stage(i)
+        coordinates = [walk.batch, walk.token(i), head, 0]
+        if walk.tokens_left(i) < CHUNK:
+            # Rows of Q behind the end only make rows of O that are not stored; rows of K would reach S.
+            load_tile(k_desc, coordinates, crew.key_tail, tiles.key.index(stage))
+            mbarrier.wait(crew.key_tail, 0)
+            zero_rows(tiles.key_matrix(stage), walk.tokens_left(i))
+            fence_async_shared()
+            load_tile(q_desc, coordinates, full, tiles.query.index(stage))
+        else:
+            mbarrier.expect(full, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
+            tma_load(k_desc, coordinates, full, tiles.key.index(stage))
+            tma_load(q_desc, coordinates, full, tiles.query.index(stage))
+
+
+@gluon.jit
+def load_value_role(tiles, crew, walk, v_desc, config: gl.constexpr):
+    for i in range(walk.num_chunks):
+        full = crew.value.acquire(i)
+        stage = crew.value.stage(i)
+        coordinates = [walk.batch, walk.token(i), walk.head, walk.value_offset]
+        if walk.tokens_left(i) < CHUNK:
+            load_tile(v_desc, coordinates, crew.value_tail, tiles.value.index(stage))
+            mbarrier.wait(crew.value_tail, 0)
+            zero_rows(tiles.value_matrix(stage, config.block_v), walk.tokens_left(i))
+            fence_async_shared()
+            mbarrier.arrive(full, count=1)
+        else:
+            load_tile(v_desc, coordinates, full, tiles.value.index(stage))
+
+
+@gluon.jit
+def load_tile(desc, coordinates, full, tile):
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma_load(desc, coordinates, full, tile)
+
+
+@gluon.jit
+def load_inverse_role(tiles, crew, walk, inverse_desc, gates_desc, config: gl.constexpr):
+    if walk.num_chunks > 0:
+        # One chunk more than there is, because the output role gates the inverse a chunk ahead: the last one again.
+        for i in range(walk.num_chunks + 1):
+            full = crew.inverse.acquire(i)
+            stage = crew.inverse.stage(i)
+            row = walk.slot_head(gl.minimum(i, walk.num_chunks - 1), config.num_value_heads)
+            mbarrier.expect(full, inverse_desc.block_type.nbytes + gates_desc.block_type.nbytes)
+            tma_load(gates_desc, [row * GATE_ROWS, 0], full, tiles.gates.index(stage))
+            tma_load(inverse_desc, [row * CHUNK, 0], full, tiles.inverse.index(stage))
+
+
+@gluon.jit
+def store_role(tiles, crew, walk, o_desc, h_desc, output_pointer, config: gl.constexpr):
+    BV: gl.constexpr = config.block_v
+    for i in range(walk.num_chunks):
+        if config.store_h:
+            crew.state.wait(i)
+            row = walk.slot_head(i, config.num_value_heads) * DIM
+            tma_store(h_desc, [row, walk.value_offset], tiles.state)
+            tma_store_wait(0)
+            crew.state.release()
+        crew.output.wait(i)
+        if walk.tokens_left(i) < CHUNK:
+            TOKEN_STRIDE: gl.constexpr = config.num_value_heads * DIM
+            first = output_pointer + (i * CHUNK).to(gl.int64) * TOKEN_STRIDE
+            store_rows(tiles.output_matrix(BV), first, TOKEN_STRIDE, walk.tokens_left(i), BV)
+        else:
+            tma_store(o_desc, [walk.batch, walk.token(i), walk.head, walk.value_offset], tiles.output)
+            tma_store_wait(0)
+        crew.output.release()
+
+
+@gluon.jit
+def store_rows(tile, first, ROW_STRIDE: gl.constexpr, num_rows, BV: gl.constexpr):
+    """The rows of a partial chunk, by ordinary stores: what follows in memory belongs to a neighbour.
+
+    first: pointer to the first element; ROW_STRIDE: elements from one token to the next.
+    """
+    LANES: gl.constexpr = BV // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 1], [1, 0])
+    row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, BV, gl.SliceLayout(0, layout))[None, :]
+    for start in gl.static_range(0, CHUNK, 8):
+        value = tile.slice(start, 8).load(layout)
+        gl.store(first + (row + start) * ROW_STRIDE + column, value, mask=row + start < num_rows)

@@ -1,0 +1,266 @@
+"""Everything of a chunk that does not depend on the state: cumulative gates, norms, and the inverse A.
+
+Computes (equation numbers of README.md), per chunk of 64 tokens:
+    g      log decay (from A_log and dt_bias where given), floored at -100, cumulative in the chunk, in powers of two    (1)
+    norms  1 / sqrt(sum of squares + 1e-6) of the rows of K and Q, where normalise
+    A      (I + StrictLower(diag(beta) K K^T))^-1, or with the gates inside                                              (2)
+
+Programs    one per slot (chunk), query/key head and group of up to 4 of its value heads; 4 warps, no roles.
+Buffers     inverse [slots, HV, 64, 64] in the input dtype; gates [slots, HV, 4, 64] float32, rows: cumulative log2 decay,
+            beta, inverse norms of the keys, of the queries (the last two only where normalise).
+Timeline    TMA of K (and Q) while the gates are computed | norms | K K^T once (wgmma), kept in shared memory |
+            per value head: 16x16 diagonal blocks inverted in registers, merged by MMA, stored by TMA under the next head
+
+Precision. Unit keys and beta <= 2 bound every entry of A by 2 (|A_ij| <= beta_i |k_i| |k_j|, see README.md): the operands
+of the inverse's merges are fp16 then. Keys of other sizes can make A as large as (beta |k|^2 - 1)^63; their merges run in
+bf16, each operand split in two parts, and the gates go inside the inverse, which keeps A finite where strong gates do.
+
+Rows behind the end of a sequence: beta and norms are 0, the cumulative gate stays, A is the identity.
+Rows of the output behind the last sequence (packed batches) are set to zero by the programs of the slots that cover them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tilecrew.device.aot import Launch
+from tilecrew.device.compat import (
+    TensorDescriptor,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
+from tilecrew.device.tiles import matrix_view
+from tilecrew.device.triangular import invert_diagonal_blocks
+from tilecrew.gated_delta_rule.arguments import ForwardArguments
+from tilecrew.gated_delta_rule.chunk_gates import gate_mask, inverse_norms, prepare_gates, store_norms
+from tilecrew.gated_delta_rule.chunk_inverse import (
+    allocate_parts,
+    diagonal_blocks,
+    merge_blocks,
+    store_parts,
+)
+from tilecrew.gated_delta_rule.chunk_walk import CHUNK, find_chunk
+
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+GATE_ROWS = gl.constexpr(4)
+DIM = gl.constexpr(128)
+BLOCK = gl.constexpr(16)
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """What the kernel is compiled for. head_group: value heads of one program, a power of two."""
+
+    num_heads: int
+    value_heads_per_head: int
+    head_group: int
+    normalise: bool
+    gate_inside_inverse: bool
+    compute_gate: bool
+    has_gate_bias: bool
+    sigmoid_beta: bool
+    beta_factor: float
+    varlen: bool
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """inverse [slots, HV, 64, 64], gates [slots, HV, 4, 64] float32; gate_inside_inverse: which of the two inverses it is."""
+
+    inverse: torch.Tensor
+    gates: torch.Tensor
+    gate_inside_inverse: bool
+
+
+def allocate(arguments: ForwardArguments) -> Prepared:
+    """Workspace for one call. The un-gated inverse needs unit keys, which only the in-kernel norm guarantees."""
+    v = arguments.v
+    slots, num_value_heads = arguments.num_slots, v.shape[2]
+    return Prepared(
+        inverse=v.new_empty(slots, num_value_heads, 64, 64),
+        gates=v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
+        gate_inside_inverse=not arguments.use_qk_l2norm,
+    )
+
+
+def token_descriptor(x: torch.Tensor, block: int) -> TensorDescriptor:
+    """64 tokens of one head, `block` columns of it, as a TMA box of a strided [B, T, H, K] tensor."""
+    # TMA wants strides in multiples of 16 bytes, also of dimensions of size 1, whose strides mean nothing.
+    strides = [stride if size > 1 else 128 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    shape = [1, 64, 1, block]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], shape, tile_layout(shape, GLUON_DTYPES[x.dtype]))
+
+
+def launch(arguments: ForwardArguments, prepared: Prepared, o: torch.Tensor) -> Launch:
+    """The launch of this kernel. o: the output, whose rows behind the last sequence become zeros."""
+    q, k, g = arguments.q, arguments.k, arguments.g
+    num_heads, num_value_heads = q.shape[2], arguments.v.shape[2]
+    value_heads_per_head = num_value_heads // num_heads
+    head_group = next(size for size in (4, 2, 1) if value_heads_per_head % size == 0)
+    config = PrepareConfig(
+        num_heads=num_heads,
+        value_heads_per_head=value_heads_per_head,
+        head_group=head_group,
+        normalise=arguments.use_qk_l2norm,
+        gate_inside_inverse=prepared.gate_inside_inverse,
+        compute_gate=arguments.A_log is not None,
+        has_gate_bias=arguments.dt_bias is not None,
+        sigmoid_beta=arguments.use_beta_sigmoid,
+        beta_factor=2.0 if arguments.allow_neg_eigval else 1.0,
+        varlen=arguments.cu_seqlens is not None,
+    )
+    inverse = prepared.inverse.view(-1, 64)
+    args = (
+        token_descriptor(k, 128),
+        token_descriptor(q, 128),
+        TensorDescriptor.from_tensor(inverse, [64, 64], tile_layout([64, 64], GLUON_DTYPES[q.dtype])),
+        (g, arguments.beta, arguments.A_log, arguments.dt_bias),
+        (*g.stride(), *arguments.beta.stride()),
+        prepared.gates,
+        o,
+        arguments.cu_seqlens,
+        arguments.num_sequences,
+        config,
+    )
+    grid = (arguments.num_slots * (num_value_heads // head_group),)
+    return Launch(prepare_kernel, grid, args, {"num_warps": 4})
+
+
+@gluon.jit(do_not_specialize=["num_sequences"])
+def prepare_kernel(
+    k_desc,
+    q_desc,
+    inverse_desc,
+    gate_tensors,
+    gate_strides,
+    gates,
+    o,
+    cu_seqlens,
+    num_sequences,
+    config: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    NUM_GROUPS: gl.constexpr = config.num_heads * config.value_heads_per_head // config.head_group
+    program = gl.program_id(0)
+    slot = program // NUM_GROUPS
+    value_head = (program % NUM_GROUPS) * config.head_group
+    num_tokens = k_desc.shape[1]
+    batch, token, length = find_chunk(slot, num_tokens, cu_seqlens, num_sequences, config.varlen)
+    if config.varlen:
+        zero_tail(o, slot, num_tokens, gl.load(cu_seqlens + num_sequences), value_head, config)
+    if length > 0:
+        prepare_chunk(
+            (k_desc, q_desc, inverse_desc),
+            gate_tensors,
+            gate_strides,
+            gates,
+            (batch, token, length, value_head, slot),
+            config,
+        )
+
+
+@gluon.jit
+def zero_tail(o, slot, num_tokens, first, value_head, config: gl.constexpr):
+    """Zeros in the rows of this slot's 64 tokens that lie behind the last sequence, for this program's value heads."""
+    COLUMNS: gl.constexpr = config.head_group * DIM
+    LANES: gl.constexpr = COLUMNS // 8
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // min(LANES, 32), min(LANES, 32)], [4 // max(LANES // 32, 1), max(LANES // 32, 1)], [1, 0]
+    )
+    if (slot + 1) * CHUNK > first:
+        row = slot * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        stride: gl.constexpr = config.num_heads * config.value_heads_per_head * DIM
+        pointers = o + row.to(gl.int64)[:, None] * stride + (value_head * DIM + column)[None, :]
+        zeros = gl.zeros([CHUNK, COLUMNS], o.dtype.element_ty, layout)
+        gl.store(pointers, zeros, mask=((row >= first) & (row < num_tokens))[:, None])
+
+
+@gluon.jit
+def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, config: gl.constexpr):
+    k_desc, q_desc, inverse_desc = descs
+    batch, token, length, value_head, slot = place
+    NUM_VALUE_HEADS: gl.constexpr = config.num_heads * config.value_heads_per_head
+    head = value_head // config.value_heads_per_head
+    dtype: gl.constexpr = k_desc.dtype
+    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(landed, count=1)
+    key = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
+    mbarrier.expect(landed, k_desc.block_type.nbytes * (2 if config.normalise else 1))
+    tma_load(k_desc, [batch, token, head, 0], landed, key)
+    norms = gl.allocate_shared_memory(gl.float32, [2, CHUNK], vector_layout())
+    if config.normalise:
+        query = gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout)
+        tma_load(q_desc, [batch, token, head, 0], landed, query)
+    # The head group's gates and betas: [group, 64]
+    log2_decay = gl.allocate_shared_memory(gl.float32, [config.head_group, CHUNK], vector_layout())
+    beta = gl.allocate_shared_memory(gl.float32, [config.head_group, CHUNK], vector_layout())
+    row = (slot * NUM_VALUE_HEADS + value_head).to(gl.int64) * GATE_ROWS
+    gates = gates + row * CHUNK
+    prepare_gates(gate_tensors, gate_strides, (batch, token, length, value_head), (log2_decay, beta), gates, config)
+    mbarrier.wait(landed, 0)
+    matrix: gl.constexpr = tile_layout([CHUNK, DIM], dtype)
+    key = matrix_view(key, CHUNK, DIM, matrix)
+    if config.normalise:
+        inverse_norms(key, norms.index(0), length)
+        inverse_norms(matrix_view(query, CHUNK, DIM, matrix), norms.index(1), length)
+        barrier()
+        store_norms(norms, gates, config)
+    # K K^T, to unit keys where asked, strictly lower, zero behind the end: stage (2) without beta and gates
+    square: gl.constexpr = accumulator_layout(CHUNK)
+    KK = gl.zeros([CHUNK, CHUNK], gl.float32, square)
+    KK = warpgroup_mma(key, key.permute((1, 0)), KK, use_acc=False, is_async=True)
+    KK = warpgroup_mma_wait(0, deps=(KK,))
+    rows = gl.arange(0, CHUNK, gl.SliceLayout(1, square))[:, None]
+    columns = gl.arange(0, CHUNK, gl.SliceLayout(0, square))[None, :]
+    if config.normalise:
+        norm = norms.index(0)
+        KK *= norm.load(gl.SliceLayout(1, square))[:, None] * norm.load(gl.SliceLayout(0, square))[None, :]
+    KK = gl.where((rows < length) & (columns < rows), KK, 0.0)
+    invert_heads(KK, log2_decay, beta, inverse_desc, slot * NUM_VALUE_HEADS + value_head, config)
+
+
+@gluon.jit
+def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, config: gl.constexpr):
+    """A of every value head of the group, each stored by TMA while the next one is computed."""
+    SPLIT: gl.constexpr = config.gate_inside_inverse
+    square: gl.constexpr = accumulator_layout(CHUNK)
+    layout: gl.constexpr = warp_accumulator_layout()
+    L_parts = allocate_parts(CHUNK, SPLIT)
+    D_parts = allocate_parts(BLOCK, SPLIT)
+    row_factor = gl.allocate_shared_memory(gl.float32, [CHUNK], vector_layout())
+    inverse = gl.allocate_shared_memory(inverse_desc.dtype, [CHUNK, CHUNK], inverse_desc.layout)
+    if config.gate_inside_inverse:
+        row_factor.store(gl.full([CHUNK], 1.0, gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
+    else:
+        store_parts(KK, L_parts, SPLIT)
+    KK_diagonal = diagonal_blocks(KK)
+    for group_idx in range(config.head_group):
+        head_beta = beta.index(group_idx)
+        if config.gate_inside_inverse:
+            L = KK * gate_mask(log2_decay.index(group_idx), square) * head_beta.load(gl.SliceLayout(1, square))[:, None]
+            barrier()  # the head before has read its L
+            store_parts(L, L_parts, SPLIT)
+            D = invert_diagonal_blocks(diagonal_blocks(L))
+            factor = row_factor
+        else:
+            D = invert_diagonal_blocks(KK_diagonal * head_beta.load(gl.SliceLayout(1, layout))[:, None])
+            factor = head_beta
+        tma_store_wait(0)
+        barrier()  # the head before has read D and its A has left shared memory
+        store_parts(D, D_parts, SPLIT)
+        barrier()
+        merge_blocks(D, L_parts, D_parts, factor, inverse, SPLIT)
+        fence_async_shared()
+        barrier()
+        tma_store(inverse_desc, [(first_row + group_idx) * CHUNK, 0], inverse)
+    tma_store_wait(0)
