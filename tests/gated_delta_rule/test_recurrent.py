@@ -1,0 +1,221 @@
+"""Decode: the torch recurrence, and its kernel under Triton's interpreter (in a process of its own) and on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gated_delta_rule.interpreter import run_interpreted
+from tests.gated_delta_rule.kernel_checks import (
+    assert_within,
+    check_recurrent,
+    random_recurrent_arguments,
+    recurrent_as_float64,
+)
+from tilecrew.gated_delta_rule import recurrent, reference
+from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
+from tilecrew.testing import random_arguments
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+EVERY_GATE = {
+    "with_channel_gates": True,
+    "beta_per_value": True,
+    "with_gate_parameters": True,
+    "use_beta_sigmoid": True,
+    "allow_neg_eigval": True,
+    "use_qk_l2norm": True,
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.slow
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted("interpreted_recurrent.py")
+
+
+@pytest.mark.parametrize("lengths", [None, [3, 0, 1, 5]])
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("use_gates", [False, True])
+def test_torch_recurrence_is_that_of_the_chunked_operator(lengths, state_v_first, use_gates):
+    gates = {"A_log": torch.randn(4).double(), "dt_bias": torch.randn(4).double()} if use_gates else {}
+    options = {"state_v_first": state_v_first, "output_final_state": True, "with_initial_state": True}
+    flags = {"use_qk_l2norm": use_gates, "use_beta_sigmoid": use_gates, "allow_neg_eigval": use_gates}
+    chunked = random_arguments(
+        2, 9, 2, 4, 8, 12, dtype=torch.float64, lengths=lengths, tail=2, **options, **flags, **gates
+    )
+    shared = {name: getattr(chunked, name) for name in vars(chunked) if name in RecurrentArguments.__dataclass_fields__}
+    o, final_state = recurrent.forward(RecurrentArguments(**shared))
+    expected = reference.recurrent_gated_delta_rule(chunked)
+    torch.testing.assert_close(o, expected.o, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(final_state, expected.final_state, rtol=1e-10, atol=1e-12)
+
+
+def test_torch_channel_gates_equal_a_head_gate_where_all_channels_agree():
+    arguments = recurrent_as_float64(random_recurrent_arguments(2, 3, dims=(8, 12), output_final_state=True))
+    expected_o, expected_state = recurrent.forward(arguments)
+    beta = arguments.beta[..., None].expand(-1, -1, -1, 12)
+    for name, size in (("gk", 8), ("gv", 12)):
+        gate = arguments.g[..., None].expand(-1, -1, -1, size)
+        o, state = recurrent.forward(replace(arguments, g=None, beta=beta, **{name: gate}))
+        torch.testing.assert_close(o, expected_o)
+        torch.testing.assert_close(state, expected_state)
+
+
+def test_torch_recurrence_is_differentiable():
+    arguments = recurrent_as_float64(
+        random_recurrent_arguments(heads=(1, 2), dims=(3, 2), lengths=[2, 0, 1], tail=1, output_final_state=True)
+    )
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    inputs = tuple(getattr(arguments, name).requires_grad_() for name in names)
+
+    def forward(*tensors):
+        return recurrent.forward(replace(arguments, **dict(zip(names, tensors, strict=True))))
+
+    assert torch.autograd.gradcheck(forward, inputs)
+
+
+def test_torch_pool():
+    arguments = random_recurrent_arguments(3, 2, dims=(8, 8), pool=[3, -1, 0], output_final_state=True)
+    o, final_state = recurrent.forward(arguments)
+    assert not o[1].any()
+    assert not final_state[1].any()
+    rows = replace(arguments, state_indices=None, initial_state=arguments.initial_state[[3, 1, 0]])
+    expected_o, expected_state = recurrent.forward(rows)
+    assert torch.equal(o[[0, 2]], expected_o[[0, 2]])
+    assert torch.equal(final_state[[0, 2]], expected_state[[0, 2]])
+
+    before = arguments.initial_state.clone()
+    _, pool = recurrent.forward(replace(arguments, inplace_state=True))
+    assert pool is arguments.initial_state
+    assert torch.equal(pool[[3, 0]], final_state[[0, 2]])
+    assert torch.equal(pool[[1, 2, 4]], before[[1, 2, 4]])
+
+
+def test_torch_in_place_needs_a_state():
+    arguments = random_recurrent_arguments(1, 1, dims=(8, 8), with_initial_state=False, inplace_state=True)
+    with pytest.raises(ValueError, match="inplace_state needs an initial_state"):
+        recurrent.forward(arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("dim", [16, 20, 64, 96, 128, 256])
+def test_head_sizes(dim, state_v_first, dtype):
+    options = {"dtype": dtype, "device": "cuda", "state_v_first": state_v_first, "output_final_state": True}
+    for num_tokens in (1, 3):
+        check_recurrent(random_recurrent_arguments(4, num_tokens, (2, 6), (dim, dim), **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_every_gate(num_tokens, dtype):
+    options = {"dtype": dtype, "device": "cuda", "output_final_state": True}
+    check_recurrent(random_recurrent_arguments(4, num_tokens, (2, 4), (128, 96), **options, **EVERY_GATE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_pool_in_place_and_out_of_place(num_tokens, state_v_first, state_dtype):
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    options = {"pool": [3, -1, 0, 7], "state_dtype": state_dtype, "state_v_first": state_v_first, "device": "cuda"}
+    arguments = random_recurrent_arguments(4, num_tokens, dtype=torch.bfloat16, output_final_state=True, **options)
+    check_recurrent(arguments)
+    o, final_state = kernel_recurrent.forward(arguments)
+    assert not o[1].any()
+    assert not final_state[1].any()
+
+    pool = arguments.initial_state.clone()
+    o_in_place, returned = kernel_recurrent.forward(replace(arguments, initial_state=pool, inplace_state=True))
+    assert returned is pool
+    assert torch.equal(o_in_place, o)
+    assert torch.equal(pool[[3, 0, 7]], final_state[[0, 2, 3]])
+    check_recurrent(replace(arguments, inplace_state=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool", [None, [4, -1, 2, 0, -1]])
+def test_packed_sequences_with_a_tail(pool):
+    options = {"lengths": [2, 1, 0, 3, 1], "tail": 40, "pool": pool, "output_final_state": True}
+    arguments = random_recurrent_arguments(dtype=torch.bfloat16, device="cuda", **options)
+    for x in (arguments.q, arguments.k, arguments.v, arguments.g, arguments.beta):
+        x[:, 7:] = float("nan")
+    check_recurrent(arguments)
+
+
+@pytest.mark.gpu
+def test_hundred_runs_give_the_same_bits():
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    arguments = random_recurrent_arguments(16, 2, dtype=torch.bfloat16, device="cuda", output_final_state=True)
+    o, final_state = kernel_recurrent.forward(arguments)
+    for _ in range(100):
+        o_again, state_again = kernel_recurrent.forward(arguments)
+        assert torch.equal(o_again, o)
+        assert torch.equal(state_again, final_state)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_decodes_step_by_step():
+    """The same graph, replayed with new inputs and indices, continues the states of the pool."""
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    options = {"pool": [0, 1, 2, -1], "inplace_state": True, "device": "cuda"}
+    arguments = random_recurrent_arguments(4, 1, dtype=torch.bfloat16, **options)
+    start = arguments.initial_state.clone()
+    kernel_recurrent.forward(arguments)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, _ = kernel_recurrent.forward(arguments)
+    arguments.initial_state.copy_(start)
+    expected = replace(arguments, initial_state=start)
+    for indices in ([0, 1, 2, -1], [2, -1, 0, 1]):
+        arguments.state_indices.copy_(torch.tensor(indices))
+        arguments.v.normal_()
+        graph.replay()
+        expected_o, _ = kernel_recurrent.forward(expected)
+        assert torch.equal(o, expected_o)
+        assert torch.equal(arguments.initial_state, start)
+
+
+@pytest.mark.gpu
+def test_more_programs_than_a_grid_dimension_of_65535():
+    options = {"dtype": torch.bfloat16, "device": "cuda", "output_final_state": True}
+    check_recurrent(random_recurrent_arguments(2200, 1, (32, 32), (16, 16), **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_pool_rows_past_2_to_31_elements(state_v_first):
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    num_rows = 2**31 // (4 * 128 * 128) + 10
+    options = {"pool": [0, 2, 1], "state_v_first": state_v_first, "inplace_state": True, "device": "cuda"}
+    small = random_recurrent_arguments(3, 2, dtype=torch.bfloat16, **options)
+    pool = torch.zeros(num_rows, *small.state_shape, device="cuda")
+    last_rows = torch.tensor([num_rows - 3, num_rows - 1, num_rows - 2], device="cuda")
+    pool[num_rows - 3 :] = small.initial_state[:3]
+    o, _ = kernel_recurrent.forward(replace(small, initial_state=pool, state_indices=last_rows))
+    expected_o, expected_state = kernel_recurrent.forward(small)
+    assert torch.equal(o, expected_o)
+    assert torch.equal(pool[num_rows - 3 :], expected_state[:3])
+    assert not pool[:3].any()
+
+
+@pytest.mark.gpu
+def test_state_error_stays_that_of_float32_over_many_steps():
+    """1000 steps of weak decay, bfloat16 inputs: the state keeps float32's error, because it is never rounded."""
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    arguments = random_recurrent_arguments(1, 1000, dtype=torch.bfloat16, device="cuda", output_final_state=True)
+    arguments = replace(arguments, g=arguments.g * 1e-3)
+    _, expected = recurrent.forward(recurrent_as_float64(arguments))
+    _, yardstick = recurrent.forward(arguments)
+    _, actual = kernel_recurrent.forward(arguments)
+    assert_within(actual, expected, yardstick, 1, torch.float32, "final_state")
