@@ -100,10 +100,9 @@ def _prepare(inputs: _Inputs, sizes: _Sizes, group: Group) -> _Prepared:
     # (1)
     gamma = g.cumsum(-1).exp()
     # (3) G_ij, whose exponent is the sum of g over j < l <= i: a difference of cumulative sums would lose digits behind
-    # a hard reset. The exponent is masked, not the exponential.
-    ones = torch.ones(C, C, dtype=dtype, device=g.device)
-    future = torch.full_like(ones, float("-inf")).triu_(1)
-    G = (g[..., :, None] * ones.tril(-1)).cumsum(-2).add_(future).exp_()
+    # a hard reset. It is 0 for j > i, so that nothing can overflow before the mask (and e^-inf would be slow on CPUs).
+    past = torch.ones(C, C, dtype=dtype, device=g.device).tril_(-1)
+    G = (g[..., :, None] * past).cumsum(-2).exp_().tril_()
     to_end = G[..., -1, :]
     # (3) P_g = G * (scale * Q K^T)
     scores = (qk.flatten(2, 3).flatten(0, 1) @ qk[:, :, 1].flatten(0, 1).mT).view(-1, H, 2, C, C)
