@@ -47,6 +47,18 @@ def test_demo_checks_measures_and_draws(tmp_path):
     assert all(t["milliseconds"] > 0 for t in record["timings"])
 
 
+def test_slow_machine_measures_short_prompts_only(monkeypatch, tmp_path):
+    from tilecrew.demo import timing
+
+    monkeypatch.setattr(timing, "TOTAL_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "POINT_SECONDS", 0.0)
+    result = invoke("--max-tokens", "256", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "Prompts longer than 128 tokens were left out" in result.output
+    timings = json.loads((tmp_path / "demo.json").read_text())["timings"]
+    assert {t["num_tokens"] for t in timings} == {128}
+
+
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
 def test_wrong_operator_fails(monkeypatch, tmp_path, name):
     right = getattr(tilecrew, name)

@@ -101,6 +101,9 @@ def run_demo(settings: Settings, console: Console) -> bool:
         task = progress.add_task("measuring prefill", total=2 * len(prompts))
         timings = measure(model, size, prompts, settings.repeats, lambda: progress.advance(task))
     _print_timings(console, timings)
+    longest = max(timing.num_tokens for timing in timings)
+    if longest < settings.max_tokens:
+        console.print(f"Prompts longer than {longest:,} tokens were left out: this machine is slow, or busy.")
 
     settings.output.mkdir(parents=True, exist_ok=True)
     picture = settings.output / "demo.png"

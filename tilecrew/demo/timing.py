@@ -18,8 +18,10 @@ PATHS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "transformers": integration.torch_path,
 }
 
-# Seconds for all runs of one point of one curve pair, after which no further repeat is started.
-PATIENCE = 8.0
+# Limits for slow machines, and for busy ones, where torch's threads wait for each other. Seconds after which no
+# further repeat of a point is started, and after which no longer prompt is started.
+POINT_SECONDS = 4.0
+TOTAL_SECONDS = 45.0
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,15 @@ class Timing:
 def measure(
     model: Any, size: ModelSize, prompts: list[torch.Tensor], repeats: int, advance: Callable[[], None]
 ) -> list[Timing]:
-    """Times every prompt [1, T] on both paths; `advance` is called after each of 2 * len(prompts) measured pairs."""
-    timings = []
+    """Times every prompt [1, T] on both paths, in order, and leaves the rest out once TOTAL_SECONDS have passed.
+
+    `advance` is called after each of at most 2 * len(prompts) measured pairs.
+    """
+    timings: list[Timing] = []
+    start = time.perf_counter()
     for prompt in prompts:
+        if timings and time.perf_counter() - start > TOTAL_SECONDS:
+            break
         inputs = operator_inputs(size, prompt.shape[1], model.dtype, prompt.device)
         calls: dict[str, Callable[[], Any]] = {
             "operator": functools.partial(_call_operator, *inputs),
@@ -77,14 +85,14 @@ def _call_operator(*inputs: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def _time_paths(call: Callable[[], Any], repeats: int, device: torch.device) -> Iterator[tuple[str, float]]:
-    """Median of `repeats` runs after one that is not counted; of fewer where they would pass PATIENCE.
+    """Median of `repeats` runs after one that is not counted; of fewer where they pass POINT_SECONDS.
 
     The paths take turns, so that a slow moment hits both.
     """
     samples: dict[str, list[float]] = {path: [] for path in PATHS}
     start = time.perf_counter()
     for repeat in range(repeats + 1):
-        if repeat > 1 and time.perf_counter() - start > PATIENCE:
+        if repeat > 1 and time.perf_counter() - start > POINT_SECONDS:
             break
         for path, context in PATHS.items():
             with context():
