@@ -8,6 +8,7 @@ import torch
 from tests.gated_delta_rule.interpreter import run_interpreted
 from tests.gated_delta_rule.kernel_checks import check_portable, run_portable, with_nan_tail, with_strided_inputs
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
+from tilecrew.gated_delta_rule.schedule import Schedule
 from tilecrew.testing import random_arguments
 
 EVERYTHING = {"with_initial_state": True, "output_final_state": True, "output_h": True}
@@ -19,6 +20,24 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def test_under_the_interpreter():
     pytest.importorskip("triton")
     run_interpreted("interpreted_portable.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 99), (90, 227), (120, 99)])
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float16, 256), (torch.float32, 128)])
+def test_compiles_into_shared_memory(dtype, dim, capability, kilobytes):
+    """Code for 8.0 must fit 8.6 and 8.9 too, which have 99 KB."""
+    pytest.importorskip("triton")
+    from tests.gated_delta_rule.compiled import compile_plain
+    from tilecrew.gated_delta_rule import kernel_portable
+
+    arguments = random_arguments(lengths=[60, 70], key_dim=dim, value_dim=dim, dtype=dtype, **EVERYTHING)
+    result = kernel_portable.empty_result(arguments)
+    schedule = Schedule("portable", 32 if dtype == torch.float32 else 64, 64, "test")
+    for launch in kernel_portable.make_launches(arguments, schedule, result):
+        _, resources = compile_plain(launch, capability)
+        assert resources.shared_memory_bytes <= kilobytes * 1024
+        assert resources.wgmma + resources.mma > 0
 
 
 @pytest.mark.gpu

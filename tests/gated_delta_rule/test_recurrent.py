@@ -1,5 +1,6 @@
 """Decode: the torch recurrence, and its kernel under Triton's interpreter (in a process of its own) and on a GPU."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,25 @@ EVERY_GATE = {
 def test_under_the_interpreter():
     pytest.importorskip("triton")
     run_interpreted("interpreted_recurrent.py")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_compiles_to_16_byte_accesses_of_the_state_without_spills(capability, state_v_first, num_tokens):
+    pytest.importorskip("triton")
+    from tests.gated_delta_rule.compiled import compile_plain
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    options = {"pool": [0, 1, 2], "inplace_state": True, "use_qk_l2norm": True, "state_v_first": state_v_first}
+    arguments = random_recurrent_arguments(3, num_tokens, dtype=torch.bfloat16, **options)
+    launch = kernel_recurrent.make_launch(arguments, torch.empty_like(arguments.v), arguments.initial_state)
+    compiled, resources = compile_plain(launch, capability)
+    config = launch.arguments[-1]
+    num_accesses = config.BLOCK_K * config.BLOCK_V // (launch.num_warps * 32 * 4)
+    assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"])) >= num_accesses
+    assert len(re.findall(r"st\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"])) == num_accesses
+    assert resources.stack_bytes == 0
 
 
 @pytest.mark.parametrize("lengths", [None, [3, 0, 1, 5]])

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
+from tilecrew.gated_delta_rule.kernel_launch import KernelLaunch, leading_strides
 from tilecrew.gated_delta_rule.kernel_portable_prepare import (
     Config,
     Inputs,
@@ -49,68 +50,72 @@ class States(NamedTuple):
 def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
     """o, final state and h, see ForwardResult. No host synchronisation. K and V up to 256, float16, bfloat16 or
     float32."""
-    result = _empty_result(arguments)
-    num_slots, num_value_heads = arguments.num_slots, arguments.v.shape[2]
-    chunk_size, dtype, device = arguments.chunk_size, arguments.q.dtype, arguments.q.device
+    result = empty_result(arguments)
+    for launch in make_launches(arguments, schedule, result):
+        launch.run()
+    return result
+
+
+def make_launches(arguments: ForwardArguments, schedule: Schedule, result: ForwardResult) -> list[KernelLaunch]:
+    """The launches that fill the result, in order."""
+    config, tuning = make_config(arguments, schedule)
+    shared = (*_shared_arguments(arguments), config)
+    num_slots, num_value_heads, chunk_size = arguments.num_slots, config.HV, config.C
+    dtype, device = arguments.q.dtype, arguments.q.device
     square = (num_slots, num_value_heads, chunk_size, chunk_size)
     workspace = Workspace(
         A_g=torch.empty(square, dtype=dtype, device=device),
         P_g=torch.empty(square, dtype=dtype, device=device),
         rows=torch.empty(num_slots, num_value_heads, 4, chunk_size, dtype=torch.float32, device=device),
     )
-    config, launch = make_config(arguments, schedule)
-    if num_slots * num_value_heads > 0:
-        prepare_kernel[(num_slots * num_value_heads,)](
-            workspace, result.h, *shared_arguments(arguments), config, num_warps=launch.prepare_warps, num_stages=1
-        )
+    states = States(arguments.initial_state, result.final_state, result.h)
     has_tail = arguments.cu_seqlens is not None
     num_programs = (arguments.num_sequences + has_tail) * num_value_heads * -(-config.V // config.BLOCK_V)
-    if num_programs > 0:
-        states = States(arguments.initial_state, result.final_state, result.h)
-        forward_kernel[(num_programs,)](
-            result.o,
-            workspace,
-            states,
-            *shared_arguments(arguments),
-            config,
-            num_warps=launch.forward_warps,
-            num_stages=launch.num_stages,
-        )
-    return result
+    return [
+        KernelLaunch(prepare_kernel, num_slots * num_value_heads, (workspace, result.h, *shared), tuning.prepare_warps),
+        KernelLaunch(
+            forward_kernel,
+            num_programs,
+            (result.o, workspace, states, *shared),
+            tuning.forward_warps,
+            tuning.num_stages,
+        ),
+    ]
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Warps of the two kernels, and how many chunks the forward kernel has in flight."""
+class Tuning:
+    """The widest block of V, the warps of the two kernels, and how many chunks the forward kernel has in flight."""
 
+    max_block_v: int
     prepare_warps: int
     forward_warps: int
     num_stages: int
 
 
-# (bytes of an element, BLOCK_K) -> Launch. Chosen so that shared memory stays below the 99 KB of small GPUs where the
-# keys are of 2 bytes (see tests), and so that registers spill little or not at all.
-LAUNCHES = {
-    (2, 16): Launch(4, 4, 2),
-    (2, 32): Launch(4, 4, 2),
-    (2, 64): Launch(4, 4, 2),
-    (2, 128): Launch(4, 8, 2),
-    (2, 256): Launch(4, 8, 1),
-    (4, 16): Launch(4, 4, 1),
-    (4, 32): Launch(4, 4, 1),
-    (4, 64): Launch(4, 4, 1),
-    (4, 128): Launch(4, 8, 1),
-    (4, 256): Launch(4, 8, 1),
+# (bytes of an element, BLOCK_K) -> Tuning. With these the forward kernel stays below the 99 KB of shared memory of
+# small GPUs, and keeps most of S and of the operands in registers: a float32 operand takes two, one per TF32 part.
+TUNING = {
+    (2, 16): Tuning(64, 4, 4, 2),
+    (2, 32): Tuning(64, 4, 4, 2),
+    (2, 64): Tuning(64, 4, 4, 2),
+    (2, 128): Tuning(64, 4, 8, 2),
+    (2, 256): Tuning(32, 4, 8, 1),
+    (4, 16): Tuning(32, 4, 4, 1),
+    (4, 32): Tuning(32, 4, 4, 1),
+    (4, 64): Tuning(32, 4, 4, 1),
+    (4, 128): Tuning(16, 4, 8, 1),
+    (4, 256): Tuning(16, 4, 8, 1),
 }
 
 
-def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config, Launch]:
+def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config, Tuning]:
     """What the kernels are compiled for, and how they are launched."""
     num_heads, key_dim = arguments.q.shape[2:]
     num_value_heads, value_dim = arguments.v.shape[2:]
     block_k = max(16, triton.next_power_of_2(key_dim))
     num_bytes = arguments.q.element_size()
-    launch = LAUNCHES[num_bytes, block_k]
+    tuning = TUNING[num_bytes, block_k]
     config = Config(
         H=num_heads,
         HV=num_value_heads,
@@ -118,19 +123,19 @@ def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config
         V=value_dim,
         C=arguments.chunk_size,
         BLOCK_K=block_k,
-        BLOCK_V=schedule.block_v,
+        BLOCK_V=min(schedule.block_v, tuning.max_block_v),
         BLOCK_SLICE=min(block_k, 128 // num_bytes),
         V_FIRST=arguments.state_v_first,
         USE_L2NORM=arguments.use_qk_l2norm,
         USE_BETA_SIGMOID=arguments.use_beta_sigmoid,
         ALLOW_NEG_EIGVAL=arguments.allow_neg_eigval,
         PRECISION="ieee" if torch.version.hip is not None else "tf32x3",
-        NUM_STAGES=launch.num_stages,
+        NUM_STAGES=tuning.num_stages,
     )
-    return config, launch
+    return config, tuning
 
 
-def shared_arguments(arguments: ForwardArguments) -> tuple:
+def _shared_arguments(arguments: ForwardArguments) -> tuple:
     """The arguments that both kernels take before their config."""
     inputs = Inputs(
         arguments.q, arguments.k, arguments.v, arguments.g, arguments.beta, arguments.A_log, arguments.dt_bias
@@ -140,14 +145,8 @@ def shared_arguments(arguments: ForwardArguments) -> tuple:
     return inputs, strides, arguments.cu_seqlens, float(arguments.scale), arguments.num_sequences, num_tokens
 
 
-def leading_strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of the first three dimensions; 0 where a dimension has one element, whose stride may be anything and
-    would only make the compiler see one more case."""
-    batch, token, head = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return (batch, token, head)
-
-
-def _empty_result(arguments: ForwardArguments) -> ForwardResult:
+def empty_result(arguments: ForwardArguments) -> ForwardResult:
+    """Uninitialised tensors for what the arguments ask for."""
     batch, _, num_value_heads, value_dim = arguments.v.shape
     key_dim, device = arguments.q.shape[-1], arguments.q.device
     final_state = h = None

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from tilecrew.gated_delta_rule.kernel_gates import L2NORM_EPS, MINIMUM_LOG_DECAY, log_decay, write_strength
+from tilecrew.gated_delta_rule.kernel_launch import offset_of
 
 
 class Inputs(NamedTuple):
@@ -241,12 +242,6 @@ def chunk_of_slot(slot, cu_seqlens, num_sequences, num_tokens, C: tl.constexpr):
         end = tl.load(cu_seqlens + low + 1, mask=low < num_sequences, other=0).to(tl.int64)
         first = start + (slot - (start // C + low)) * C
         return tl.zeros([], tl.int64), first, end - first
-
-
-@triton.jit
-def offset_of(stride, batch, token, head):
-    """Elements before [batch, token, head], in 64 bits: an input may span more than 2**31 elements."""
-    return batch.to(tl.int64) * stride[0] + token.to(tl.int64) * stride[1] + head.to(tl.int64) * stride[2]
 
 
 @triton.jit

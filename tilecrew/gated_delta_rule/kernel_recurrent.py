@@ -18,7 +18,6 @@ Per program: row of the state (state_indices) -> load S -> per token: load q, k,
 store S. A padded sequence (negative index) loads nothing, stores zeros as outputs, and leaves the pool alone.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ import triton
 import triton.language as tl
 
 from tilecrew.gated_delta_rule.kernel_gates import L2NORM_EPS, floored, log_decay, write_strength
+from tilecrew.gated_delta_rule.kernel_launch import KernelLaunch, leading_strides, offset_of
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 
 
@@ -83,44 +83,40 @@ class Config(NamedTuple):
     ALLOW_NEG_EIGVAL: bool
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A program's block of V and its warps."""
-
-    block_v: int
-    num_warps: int
-
-
 def forward(arguments: RecurrentArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o [B, T, HV, V] in q's dtype, final state or None), see RecurrentArguments. No host synchronisation.
 
     K and V up to 256; float16, bfloat16 or float32 q, k, v. ValueError where inplace_state has no initial_state.
     """
-    num_sequences = arguments.num_sequences
     o = torch.empty(arguments.v.shape, dtype=arguments.q.dtype, device=arguments.q.device)
     final_state = _final_state(arguments)
-    config, tile = make_config(arguments)
-    num_v_blocks = -(-config.V // config.BLOCK_V)
-    has_tail = arguments.cu_seqlens is not None
-    grid = (num_sequences + has_tail) * config.HV * num_v_blocks
-    if grid > 0:
-        recurrent_kernel[(grid,)](*kernel_arguments(arguments, o, final_state), config, num_warps=tile.num_warps)
+    make_launch(arguments, o, final_state).run()
     return o, final_state
 
 
-def make_config(arguments: RecurrentArguments) -> tuple[Config, Tile]:
-    """What the kernel is compiled for."""
+def make_launch(arguments: RecurrentArguments, o: torch.Tensor, final_state: torch.Tensor | None) -> KernelLaunch:
+    """The launch that fills o and final_state."""
+    config, num_warps = make_config(arguments)
+    has_tail = arguments.cu_seqlens is not None
+    num_programs = (arguments.num_sequences + has_tail) * config.HV * -(-config.V // config.BLOCK_V)
+    return KernelLaunch(
+        recurrent_kernel, num_programs, (*_kernel_arguments(arguments, o, final_state), config), num_warps
+    )
+
+
+def make_config(arguments: RecurrentArguments) -> tuple[Config, int]:
+    """What the kernel is compiled for, and its warps."""
     num_heads, key_dim = arguments.q.shape[2:]
     num_tokens, num_value_heads, value_dim = arguments.v.shape[1:]
     block_k = triton.next_power_of_2(key_dim)
-    tile = pick_tile(block_k, value_dim, arguments.state_v_first)
+    block_v, num_warps = pick_tile(block_k, value_dim, arguments.state_v_first)
     config = Config(
         H=num_heads,
         HV=num_value_heads,
         K=key_dim,
         V=value_dim,
         BLOCK_K=block_k,
-        BLOCK_V=tile.block_v,
+        BLOCK_V=block_v,
         ONE_TOKEN=arguments.cu_seqlens is None and num_tokens == 1,
         INPLACE=arguments.inplace_state,
         V_FIRST=arguments.state_v_first,
@@ -129,11 +125,11 @@ def make_config(arguments: RecurrentArguments) -> tuple[Config, Tile]:
         USE_BETA_SIGMOID=arguments.use_beta_sigmoid,
         ALLOW_NEG_EIGVAL=arguments.allow_neg_eigval,
     )
-    return config, tile
+    return config, num_warps
 
 
-def pick_tile(block_k: int, value_dim: int, state_v_first: bool) -> Tile:
-    """The tile of a program: small enough that a single sequence of 32 heads occupies every SM of a large GPU.
+def pick_tile(block_k: int, value_dim: int, state_v_first: bool) -> tuple[int, int]:
+    """A program's block of V and its warps: so small that one sequence of 32 heads occupies every SM of a large GPU.
 
     [K, V]: up to 32 values make 128 contiguous bytes of each row; 32 floats of state a thread, sums over K cross warps.
     [V, K]: whole rows are contiguous whatever the block; 64 floats a thread keep sums over K within a warp up to K =
@@ -141,10 +137,10 @@ def pick_tile(block_k: int, value_dim: int, state_v_first: bool) -> Tile:
     """
     block_v = min(16 if state_v_first else 32, triton.next_power_of_2(value_dim))
     floats_per_warp = 32 * (64 if state_v_first else 32)
-    return Tile(block_v, max(1, block_k * block_v // floats_per_warp))
+    return block_v, max(1, block_k * block_v // floats_per_warp)
 
 
-def kernel_arguments(arguments: RecurrentArguments, o: torch.Tensor, final_state: torch.Tensor | None) -> tuple:
+def _kernel_arguments(arguments: RecurrentArguments, o: torch.Tensor, final_state: torch.Tensor | None) -> tuple:
     """The arguments of recurrent_kernel up to its config."""
     initial_state = arguments.initial_state
     tokens = Tokens(
@@ -176,15 +172,6 @@ def kernel_arguments(arguments: RecurrentArguments, o: torch.Tensor, final_state
         arguments.num_sequences,
         arguments.q.shape[1],
     )
-
-
-def leading_strides(x: torch.Tensor | None) -> tuple[int, int, int]:
-    """Strides of the first three dimensions; 0 where a dimension has one element, whose stride may be anything and
-    would only make the compiler see one more case."""
-    if x is None:
-        return (0, 0, 0)
-    batch, token, head = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return (batch, token, head)
 
 
 def _final_state(arguments: RecurrentArguments) -> torch.Tensor | None:
@@ -302,13 +289,6 @@ def along_v(x, config: tl.constexpr):
         return x[:, None]
     else:
         return x[None, :]
-
-
-@triton.jit
-def offset_of(stride, batch, token, head):
-    """Elements before [batch, token, head], in 64 bits: a packed batch may hold more than 2**31 elements."""
-    zero = tl.zeros([], tl.int64)
-    return (zero + batch) * stride[0] + (zero + token) * stride[1] + (zero + head) * stride[2]
 
 
 @triton.jit

@@ -1,0 +1,41 @@
+"""What the kernels in plain Triton share: a launch, and how a row of a strided input is found."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class KernelLaunch(NamedTuple):
+    """kernel[(num_programs,)](*arguments, num_warps=..., num_stages=...); only grid.x reaches past 65535."""
+
+    kernel: Any
+    num_programs: int
+    arguments: tuple
+    num_warps: int
+    num_stages: int = 1
+
+    def run(self) -> None:
+        """Launches; an empty grid, which CUDA refuses, launches nothing."""
+        if self.num_programs > 0:
+            grid = (self.num_programs,)
+            self.kernel[grid](*self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def leading_strides(x: torch.Tensor | None) -> tuple[int, int, int]:
+    """Strides of the first three dimensions, for `offset_of`.
+
+    0 where a dimension has one element: its stride may be anything, and would only make the compiler see one more case.
+    """
+    if x is None:
+        return (0, 0, 0)
+    batch, token, head = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return (batch, token, head)
+
+
+@triton.jit
+def offset_of(stride, batch, token, head):
+    """Elements before [batch, token, head], in 64 bits: an input may span more than 2**31 elements."""
+    zero = tl.zeros([], tl.int64)
+    return (zero + batch) * stride[0] + (zero + token) * stride[1] + (zero + head) * stride[2]
