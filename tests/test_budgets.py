@@ -119,7 +119,7 @@ def test_schedules_import_no_torch():
 
 
 def test_only_device_modules_and_kernels_import_device_code():
-    device_stems = ("kernel_", "chunk_")
+    device_stems = ("kernel_", "crew_", "chunk_")
     for path in FILES:
         if path.is_relative_to(FAMILY) and any(name.startswith("tilecrew.device") for name in imports_of(path)):
             assert path.stem.startswith(device_stems), name_of(path)
