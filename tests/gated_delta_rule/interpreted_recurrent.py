@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.gated_delta_rule import interpreter
-from tests.gated_delta_rule.kernel_checks import check_recurrent, random_recurrent_arguments
+from tests.gated_delta_rule.kernel_checks import EVERY_GATE, check_recurrent, random_recurrent_arguments
 from tilecrew.gated_delta_rule import kernel_recurrent
 
 interpreter.allow_loop_bounds()
@@ -36,18 +36,22 @@ def test_dtypes_and_numbers_of_tokens(dtype, num_tokens):
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_every_gate(heads, state_v_first, num_tokens):
-    gates = {"with_channel_gates": True, "beta_per_value": True, "with_gate_parameters": True}
-    flags = {"use_beta_sigmoid": True, "allow_neg_eigval": True, "use_qk_l2norm": True, "state_v_first": state_v_first}
-    check_recurrent(
-        random_recurrent_arguments(2, num_tokens, heads, (20, 16), output_final_state=True, **gates, **flags)
-    )
+    flags = {
+        "gates": EVERY_GATE,
+        "use_beta_sigmoid": True,
+        "allow_neg_eigval": True,
+        "use_qk_l2norm": True,
+        "state_v_first": state_v_first,
+    }
+    check_recurrent(random_recurrent_arguments(2, num_tokens, heads, (20, 16), output_final_state=True, **flags))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_no_gate_no_beta_no_state(num_tokens):
-    arguments = random_recurrent_arguments(2, num_tokens, dims=(16, 16), with_g=False, with_initial_state=False)
-    check_recurrent(replace(arguments, beta=None, output_final_state=True))
-    check_recurrent(replace(arguments, beta=None))
+    arguments = random_recurrent_arguments(2, num_tokens, dims=(16, 16), gates=())
+    arguments = replace(arguments, beta=None, initial_state=None)
+    check_recurrent(arguments)
+    check_recurrent(replace(arguments, output_final_state=True))
 
 
 def test_hard_reset():
@@ -115,6 +119,6 @@ def test_strided_inputs():
 
 
 def test_in_place_needs_a_state():
-    arguments = random_recurrent_arguments(1, 1, dims=(16, 16), with_initial_state=False, inplace_state=True)
+    arguments = replace(random_recurrent_arguments(1, 1, dims=(16, 16), inplace_state=True), initial_state=None)
     with pytest.raises(ValueError, match="inplace_state needs an initial_state"):
         kernel_recurrent.forward(arguments)

@@ -103,6 +103,9 @@ def with_strided_inputs(arguments: ForwardArguments) -> ForwardArguments:
     return replace(arguments, q=views[0], k=views[1], v=views[2], g=g, beta=beta)
 
 
+EVERY_GATE = ("g", "gk", "gv", "A_log", "dt_bias", "beta_per_value")
+
+
 def random_recurrent_arguments(
     num_sequences: int = 3,
     num_tokens: int = 1,
@@ -111,47 +114,48 @@ def random_recurrent_arguments(
     *,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-    with_g: bool = True,
-    with_channel_gates: bool = False,
-    beta_per_value: bool = False,
-    with_gate_parameters: bool = False,
-    with_initial_state: bool = True,
+    gates: tuple[str, ...] = ("g",),
     pool: list[int] | None = None,
     state_dtype: torch.dtype = torch.float32,
     lengths: list[int] | None = None,
     tail: int = 0,
     **options,
 ) -> RecurrentArguments:
-    """A random decode problem. heads = (H, HV), dims = (K, V). `pool` are the state_indices into a pool of max + 2
-    rows."""
+    """A random decode problem with an initial state and a beta. heads = (H, HV), dims = (K, V).
+
+    gates    which of EVERY_GATE it has
+    pool     state_indices into a pool of max(pool) + 2 rows
+    lengths  makes a packed batch of that many sequences with `tail` unused tokens behind them
+    options  further fields of RecurrentArguments
+    """
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
     batch, cu_seqlens = num_sequences, None
     if lengths is not None:
         batch, num_tokens, num_sequences = 1, sum(lengths) + tail, len(lengths)
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
     (H, HV), (K, V) = heads, dims
-    tokens = (batch, num_tokens)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    def per_token(*shape: int) -> torch.Tensor:
+        return normal(batch, num_tokens, *shape)
+
     num_rows = num_sequences if pool is None else max(pool) + 2
-    state = normal(num_rows, HV, *((V, K) if options.get("state_v_first") else (K, V)))
-    beta_shape = (*tokens, HV, V) if beta_per_value else (*tokens, HV)
+    shapes = {"g": (HV,), "gk": (HV, K), "gv": (HV, V)}
+    decays = {name: -per_token(*shape).abs() if name in gates else None for name, shape in shapes.items()}
+    parameters = {name: normal(HV) if name in gates else None for name in ("A_log", "dt_bias")}
     return RecurrentArguments(
-        q=normal(*tokens, H, K).to(device, dtype),
-        k=torch.nn.functional.normalize(normal(*tokens, H, K), dim=-1).to(device, dtype),
-        v=normal(*tokens, HV, V).to(device, dtype),
-        g=-torch.rand(*tokens, HV, generator=generator).to(device) if with_g else None,
-        beta=torch.rand(beta_shape, generator=generator).to(device),
+        q=per_token(H, K).to(dtype),
+        k=torch.nn.functional.normalize(per_token(H, K), dim=-1).to(dtype),
+        v=per_token(HV, V).to(dtype),
+        beta=per_token(*((HV, V) if "beta_per_value" in gates else (HV,))).sigmoid(),
         scale=K**-0.5,
-        gk=-torch.rand(*tokens, HV, K, generator=generator).to(device) if with_channel_gates else None,
-        gv=-torch.rand(*tokens, HV, V, generator=generator).to(device) if with_channel_gates else None,
-        A_log=normal(HV).to(device) if with_gate_parameters else None,
-        dt_bias=normal(HV).to(device) if with_gate_parameters else None,
-        initial_state=state.to(device, state_dtype) if with_initial_state else None,
+        initial_state=normal(num_rows, HV, *((V, K) if options.get("state_v_first") else (K, V))).to(state_dtype),
         state_indices=None if pool is None else torch.tensor(pool, dtype=torch.int32, device=device),
         cu_seqlens=cu_seqlens,
+        **decays,
+        **parameters,
         **options,
     )
 

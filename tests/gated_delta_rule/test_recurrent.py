@@ -8,6 +8,7 @@ import torch
 
 from tests.gated_delta_rule.interpreter import run_interpreted
 from tests.gated_delta_rule.kernel_checks import (
+    EVERY_GATE,
     assert_within,
     check_recurrent,
     random_recurrent_arguments,
@@ -18,14 +19,6 @@ from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.testing import random_arguments
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-EVERY_GATE = {
-    "with_channel_gates": True,
-    "beta_per_value": True,
-    "with_gate_parameters": True,
-    "use_beta_sigmoid": True,
-    "allow_neg_eigval": True,
-    "use_qk_l2norm": True,
-}
 
 
 @pytest.mark.interpreter
@@ -113,7 +106,7 @@ def test_torch_pool():
 
 
 def test_torch_in_place_needs_a_state():
-    arguments = random_recurrent_arguments(1, 1, dims=(8, 8), with_initial_state=False, inplace_state=True)
+    arguments = replace(random_recurrent_arguments(1, 1, dims=(8, 8), inplace_state=True), initial_state=None)
     with pytest.raises(ValueError, match="inplace_state needs an initial_state"):
         recurrent.forward(arguments)
 
@@ -132,8 +125,9 @@ def test_head_sizes(dim, state_v_first, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 def test_every_gate(num_tokens, dtype):
+    flags = {"gates": EVERY_GATE, "use_beta_sigmoid": True, "allow_neg_eigval": True, "use_qk_l2norm": True}
     options = {"dtype": dtype, "device": "cuda", "output_final_state": True}
-    check_recurrent(random_recurrent_arguments(4, num_tokens, (2, 4), (128, 96), **options, **EVERY_GATE))
+    check_recurrent(random_recurrent_arguments(4, num_tokens, (2, 4), (128, 96), **options, **flags))
 
 
 @pytest.mark.gpu
