@@ -4,8 +4,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tilecrew._hardware import Hardware, hardware_of
+from tilecrew.gated_delta_rule.operators import problem_of
 from tilecrew.gated_delta_rule.schedule import (
     IMPLEMENTATIONS,
     ROLES_CHUNK_TIME,
@@ -15,6 +17,7 @@ from tilecrew.gated_delta_rule.schedule import (
     roles_block_v,
     supports,
 )
+from tilecrew.testing import random_arguments
 
 H200 = Hardware("cuda", "cuda", (9, 0), 132, 232448, "NVIDIA H200")
 A100 = Hardware("cuda", "cuda", (8, 0), 108, 166912, "NVIDIA A100")
@@ -130,7 +133,8 @@ def test_without_triton_torch_serves():
     [
         (128, 128, "bfloat16", 64),
         (129, 128, "bfloat16", 32),
-        (128, 128, "float32", 32),
+        (64, 128, "float32", 32),
+        (128, 128, "float32", 16),
         (128, 20, "float16", 32),
         (128, 8, "float16", 16),
     ],
@@ -168,3 +172,13 @@ def test_hardware_of_a_gpu():
     assert hardware.num_sms > 0
     assert hardware.shared_memory_bytes >= 48 * 1024
     assert hardware is hardware_of("cuda:0")
+
+
+def test_the_portable_kernel_takes_the_block_that_the_schedule_names():
+    """The kernel caps the block by its own table of what compiles well: a capped schedule would be printed wrongly."""
+    kernel_portable = pytest.importorskip("tilecrew.gated_delta_rule.kernel_portable")
+    for key_dim, dtype in itertools.product((16, 64, 100, 128, 256), (torch.float16, torch.bfloat16, torch.float32)):
+        arguments = random_arguments(num_tokens=1, key_dim=key_dim, value_dim=256, dtype=dtype)
+        schedule = pick(problem_of(arguments, requires_gradient=False), A100, "portable")
+        config, _ = kernel_portable.make_config(arguments, schedule)
+        assert schedule.block_v == config.BLOCK_V

@@ -152,14 +152,16 @@ def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason:
 
 
 def _portable_block_v(problem: Problem) -> int:
-    """64 values a block for keys up to 128 of 2 bytes, 32 for larger ones.
+    """64 values at K <= 128 of 2 bytes, 32 at K <= 64 of 4 bytes, half of that beyond.
 
-    The float32 state of a block then fits in registers, and the operands of its products in the 99 KB of shared memory
-    that the smallest of these GPUs have.
+    So a block's operands and float32 state fit in registers and in the 99 KB of shared memory that the smallest of
+    these GPUs have.
     """
-    is_small = problem.dtype in HALF_DTYPES and problem.key_dim <= 128
+    widest, small_key_dim = (64, 128) if problem.dtype in HALF_DTYPES else (32, 64)
+    if problem.key_dim > small_key_dim:
+        widest //= 2
     block_v = 16
-    while block_v < min(64 if is_small else 32, problem.value_dim):
+    while block_v < min(widest, problem.value_dim):
         block_v *= 2
     return block_v
 
