@@ -1,16 +1,17 @@
 """The chunked torch path beside transformers' own torch fallback, on this machine's CPU.
 
-    OMP_NUM_THREADS=2 python bench/chunked_cpu.py --json bench/results/chunked_cpu.json
+    OMP_NUM_THREADS=2 PYTHONPATH=. python bench/chunked_cpu.py --json bench/results/chunked_cpu.json
 
-Per problem and implementation: time (both alternate in one process; minimum and median over the repeats), growth of the
-peak resident memory during one call (each in a process of its own, the results included; Linux only), and the relative
-error of the outputs against float64. transformers' fallback knows no packed sequences: it gets one call for each.
-Inputs are float32.
+Per problem and implementation: time (both alternate in one process; minimum and median over the repeats), processor time
+on one thread (which other load on the machine hardly changes), growth of the peak resident memory during one call (each
+in a process of its own, the results included; Linux only), and the relative error of the outputs against float64.
+transformers' fallback knows no packed sequences: it gets one call for each. Inputs are float32.
 """
 
 import argparse
 import inspect
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -120,6 +121,20 @@ def times_in_ms(case: Case, repeats: int) -> dict[str, list[float]]:
     return times
 
 
+def processor_ms(case: Case, repeats: int = 3) -> dict[str, float]:
+    """Processor time on one thread, the least of the repeats: unlike time on the clock, it stands other load."""
+    arguments, num_threads = case.arguments(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    times: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
+    for _ in range(repeats):
+        for name, run in IMPLEMENTATIONS.items():
+            start = time.process_time()
+            run(arguments, case.backward)
+            times[name].append(1000 * (time.process_time() - start))
+    torch.set_num_threads(num_threads)
+    return {name: min(values) for name, values in times.items()}
+
+
 def peak_resident_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
@@ -152,6 +167,7 @@ def measure(case_index: int, repeats: int) -> dict[str, object]:
     }
     del truth
     times = times_in_ms(case, repeats)
+    processor = processor_ms(case)
     minimum = {name: min(values) for name, values in times.items()}
     median = {name: statistics.median(values) for name, values in times.items()}
     return {
@@ -161,6 +177,9 @@ def measure(case_index: int, repeats: int) -> dict[str, object]:
         "median_ms": median,
         "ratio_of_minima": minimum["transformers"] / minimum["tilecrew"],
         "ratio_of_medians": median["transformers"] / median["tilecrew"],
+        "load_average": os.getloadavg()[0],  # well above the threads: something else ran, and times are uncertain
+        "one_thread_processor_ms": processor,
+        "ratio_of_processor_times": processor["transformers"] / processor["tilecrew"],
         "peak_memory_mib": {name: measure_memory(case_index, name) for name in IMPLEMENTATIONS},
         "error": errors,
     }
@@ -170,10 +189,24 @@ def print_row(row: dict) -> None:
     times, memory, errors = row["minimum_ms"], row["peak_memory_mib"], row["error"]
     print(
         f"{row['case']:58s} {times['transformers']:8.1f} {times['tilecrew']:8.1f} {row['ratio_of_minima']:6.2f} "
+        f"{row['ratio_of_processor_times']:6.2f} "
         f"{memory['transformers']:7.0f} {memory['tilecrew']:7.0f} "
         f"{errors['transformers']:8.1e} {errors['tilecrew']:8.1e}",
         flush=True,
     )
+
+
+def write_json(path: Path, rows: list[dict]) -> None:
+    """Written after every case, so that an interrupted run keeps what it has."""
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
 
 
 def main() -> None:
@@ -185,25 +218,17 @@ def main() -> None:
     if options.memory_of:
         print(memory_growth_in_mib(CASES[int(options.memory_of[0])], options.memory_of[1]))
         return
-    print(f"{'':58s} {'time, ms':^24s} {'peak, MiB':^15s} {'error':^17s}")
+    print(f"{'':58s} {'time, ms':^31s} {'peak, MiB':^15s} {'error':^17s}")
     print(
-        f"{'batch x tokens, heads q/v, head size':58s} {'transf.':>8s} {'tilecrew':>8s} {'ratio':>6s} "
+        f"{'batch x tokens, heads q/v, head size':58s} {'transf.':>8s} {'tilecrew':>8s} {'ratio':>6s} {'1 thr.':>6s} "
         f"{'transf.':>7s} {'tilecr.':>7s} {'transf.':>8s} {'tilecrew':>8s}"
     )
     rows = []
     for case_index in range(len(CASES)):
         rows.append(measure(case_index, options.repeats))
         print_row(rows[-1])
-    if options.json:
-        machine = {
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "date": datetime.now(timezone.utc).date().isoformat(),
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+        if options.json:
+            write_json(options.json, rows)
 
 
 if __name__ == "__main__":
