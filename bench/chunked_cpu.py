@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=2 PYTHONPATH=. python bench/chunked_cpu.py --json bench/results/chunked_cpu.json
 
-Per problem and implementation: time (both alternate in one process; minimum and median over the repeats), processor time
+Per problem and implementation: time (both alternate in one process; minimum and median of the repeats), processor time
 on one thread (which other load on the machine hardly changes), growth of the peak resident memory during one call (each
 in a process of its own, the results included; Linux only), and the relative error of the outputs against float64.
 transformers' fallback knows no packed sequences: it gets one call for each. Inputs are float32.
