@@ -25,10 +25,11 @@ def random_arguments(
     seed: int = 0,
     **options,
 ) -> ForwardArguments:
-    """A fresh random problem. `lengths` makes a packed batch of that many sequences with `tail` unused tokens behind them.
+    """A fresh random problem. `lengths` makes a packed batch of that many sequences with `tail` unused tokens behind
+    them.
 
-    Gates are logsigmoid(normal + 3) * gate_strength, beta uniform in (0, 1); keys and queries have unit norm where `normalised`.
-    `options` are further fields of ForwardArguments.
+    Gates are logsigmoid(normal + 3) * gate_strength, beta uniform in (0, 1); keys and queries have unit norm where
+    `normalised`. `options` are further fields of ForwardArguments.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,7 +65,8 @@ def random_arguments(
 
 
 def as_float64(arguments: ForwardArguments, device: torch.device | str | None = None) -> ForwardArguments:
-    """The same problem with every floating-point tensor exactly widened to float64 (and moved to `device` where given)."""
+    """The same problem with every floating-point tensor exactly widened to float64 (and moved to `device` where
+    given)."""
     fields = {}
     for name, value in vars(arguments).items():
         if isinstance(value, torch.Tensor):
@@ -74,7 +76,8 @@ def as_float64(arguments: ForwardArguments, device: torch.device | str | None = 
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor, head_dim: int = 2) -> float:
-    """max over heads of |actual - expected| / |expected| (Frobenius norms). NaN anywhere gives NaN, which fails every bound.
+    """max over heads of |actual - expected| / |expected| (Frobenius norms). NaN anywhere gives NaN, which fails every
+    bound.
 
     head_dim: which dimension is the head (2 for o [B, T, HV, V] and h, 1 for states [N, HV, K, V]).
     """

@@ -1,4 +1,5 @@
-"""The one place that knows the versions of Triton (3.6 to 3.9): every other module imports the kernel language from here.
+"""The one place that knows the versions of Triton (3.6 to 3.9): every other module imports the kernel language from
+here.
 
 Names that moved between versions:
     aggregate   3.6 private in `triton.language.core`, public from 3.8 on

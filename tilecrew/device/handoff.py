@@ -1,9 +1,9 @@
-"""Hand-offs of shared tiles from the role that writes them to the roles that read them, once a step.
+"""Hand-offs of one shared tile from the role that writes it to the roles that read it, once a step.
 
-Handoff: the tile has one copy; `ready` says that it is written, `free` that every consumer has read it.
-Signal:  only `ready`, one barrier a stage of the ring that holds the tile; the ring's `empty` frees it.
-A barrier completes one phase each time its tile is written, so its parity follows from the step and nothing else. That is
-safe while a producer is at most one round ahead of its slowest consumer: `free` or the ring's `empty` sees to it.
+Handoff: `ready` says that the tile is written, `free` that every consumer has read it.
+Signal:  `ready` alone, where another hand-off already implies that the tile is free; its user says which.
+A barrier completes one phase a step, so its parity is the step's. That is safe while the producer is at most one step
+ahead of its slowest consumer, which is what `free`, or the hand-off that implies it, sees to.
 """
 
 from tilecrew.device.compat import aggregate, barrier, fence_async_shared, gl, gluon, mbarrier
@@ -12,30 +12,28 @@ from tilecrew.device.compat import aggregate, barrier, fence_async_shared, gl, g
 @aggregate
 class Signal:
     ready: gl.shared_memory_descriptor
-    num_stages: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ready, num_stages):
+    def __init__(self, ready):
         self.ready = ready
-        self.num_stages = gl.constexpr(num_stages)
 
     @gluon.jit
-    def create(num_stages: gl.constexpr):
-        ready = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-        for stage in gl.static_range(num_stages):
-            mbarrier.init(ready.index(stage), count=1)
-        return Signal(ready, num_stages)
+    def create():
+        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready, count=1)
+        return Signal(ready)
 
     @gluon.jit
-    def publish(self, step):
-        """Producer, after its ordinary stores: makes them visible to MMA and TMA (the asynchronous proxy), then signals."""
+    def publish(self):
+        """Producer, after its ordinary stores: shows them to MMA and TMA (the asynchronous proxy), then signals."""
         fence_async_shared()
         barrier()
-        mbarrier.arrive(self.ready.index(step % self.num_stages), count=1)
+        mbarrier.arrive(self.ready, count=1)
 
     @gluon.jit
     def wait(self, step):
-        mbarrier.wait(self.ready.index(step % self.num_stages), (step // self.num_stages) & 1)
+        """Consumer: waits until the tile of this step is written."""
+        mbarrier.wait(self.ready, step & 1)
 
 
 @aggregate
@@ -63,7 +61,7 @@ class Handoff:
 
     @gluon.jit
     def publish(self):
-        """Producer, after its ordinary stores: makes them visible to MMA and TMA (the asynchronous proxy), then signals."""
+        """Producer, after its ordinary stores: shows them to MMA and TMA (the asynchronous proxy), then signals."""
         fence_async_shared()
         barrier()
         mbarrier.arrive(self.ready, count=1)
@@ -75,6 +73,6 @@ class Handoff:
 
     @gluon.jit
     def release(self):
-        """Consumer: this role has read the tile. One thread arrives, hence the barrier. No fence: nothing was written."""
+        """Consumer: this role has read the tile. One thread arrives, hence the barrier. It wrote nothing: no fence."""
         barrier()
         mbarrier.arrive(self.free, count=1)

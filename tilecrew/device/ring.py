@@ -1,10 +1,10 @@
-"""Ring: several stages of tiles that one producer fills by TMA and other roles read.
+"""Ring: several stages of tiles that load roles fill by TMA and other roles read.
 
 In step i the stage is i % num_stages. Two mbarriers a stage:
-    full    1 arrival (the producer's, with the byte count) + the bytes of its copies
+    full    one arrival of every producer, each with the byte count of its copies, and those bytes
     empty   one arrival of every consumer role
 Phases are computed here from the step and nowhere else: a barrier completes its phase once every num_stages steps.
-The tiles themselves belong to the kernel: a ring may guard several of them at once.
+The tiles themselves belong to the kernel: a ring guards any number of them at once.
 """
 
 from tilecrew.device.compat import aggregate, barrier, gl, gluon, mbarrier
@@ -24,17 +24,17 @@ class Ring:
         self.num_stages = gl.constexpr(num_stages)
 
     @gluon.jit
-    def create(num_stages: gl.constexpr, num_consumers: gl.constexpr):
+    def create(num_stages: gl.constexpr, num_producers: gl.constexpr, num_consumers: gl.constexpr):
         full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(num_stages):
-            mbarrier.init(full.index(stage), count=1)
+            mbarrier.init(full.index(stage), count=num_producers)
             mbarrier.init(empty.index(stage), count=num_consumers)
         return Ring(full, empty, num_stages)
 
     @gluon.jit
     def stage(self, step):
-        # Opaque, or the compiler turns addresses in the stage into induction variables that start in front of every role.
+        # Opaque, or addresses in the stage become induction variables that start, and spill, in front of all roles.
         return opaque(step % self.num_stages)
 
     @gluon.jit
@@ -51,9 +51,9 @@ class Ring:
 
     @gluon.jit
     def release(self, step):
-        """Consumer: this role reads the stage no more. The arrival is one thread's, hence the barrier: other warps may still read.
+        """Consumer: this role reads the stage no more. One thread arrives, hence the barrier: others may still read.
 
-        No proxy fence: the reads were finished, and a role that wrote into the stage has fenced when it published that.
+        No proxy fence: the reads were finished, and a role that wrote into the stage has fenced to publish that.
         """
         barrier()
         mbarrier.arrive(self.empty.index(step % self.num_stages), count=1)

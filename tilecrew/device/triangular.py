@@ -1,11 +1,11 @@
 """Inverse of unit lower triangular 16x16 blocks in registers, one block a warp, in the accumulator layout of mma.sync.
 
 The accumulator of a 16x16 block gives lane l (row r = l / 4, columns c = 2 (l mod 4) and c + 1) eight values:
-    0, 1  top left      [r, c], [r, c+1]           4, 5  top right     [r, 8 + c], [r, 8 + c+1]   (zero: lower triangular)
-    2, 3  bottom left   [8 + r, c], ...            6, 7  bottom right  [8 + r, 8 + c], ...
-With I + L = [[T, 0], [M, B]] the inverse is [[T^-1, 0], [-B^-1 M T^-1, B^-1]]. T^-1 and B^-1 by forward substitution, one
-rank-1 update a column: X[r, :] -= L[r, j] X[j, :], which leaves rows up to j alone because L is strictly lower. Values of
-other lanes come by warp shuffles: no shared memory, no barrier, float32 throughout.
+    0, 1  top left      [r, c], [r, c+1]           4, 5  top right     [r, 8 + c], [r, 8 + c+1]   (zero: lower
+    triangular) 2, 3  bottom left   [8 + r, c], ...            6, 7  bottom right  [8 + r, 8 + c], ...
+With I + L = [[T, 0], [M, B]] the inverse is [[T^-1, 0], [-B^-1 M T^-1, B^-1]]. T^-1 and B^-1 by forward substitution,
+one rank-1 update a column: X[r, :] -= L[r, j] X[j, :], which leaves rows up to j alone because L is strictly lower.
+Values of other lanes come by warp shuffles: no shared memory, no barrier, float32 throughout.
 """
 
 from tilecrew.device.compat import gl, gluon
@@ -56,9 +56,11 @@ INVERSE_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 
 @gluon.jit
 def invert_diagonal_blocks(L):
-    """(I + L)^-1 of every 16x16 block of L [64, 16] float32, strictly lower triangular blocks stacked, block w in warp w.
+    """(I + L)^-1 of every 16x16 block of L [64, 16] float32, strictly lower triangular blocks stacked, block w in warp
+    w.
 
-    L has the accumulator layout of mma.sync over 4 warps, where a thread holds exactly the eight values of the table above.
+    L has the accumulator layout of mma.sync over 4 warps, where a thread holds exactly the eight values of the table
+    above.
     """
     gl.static_assert(L.shape[0] == 64 and L.shape[1] == 16, "four stacked 16x16 blocks")
     return gl.inline_asm_elementwise(INVERSE_PTX, INVERSE_CONSTRAINTS, [L], dtype=gl.float32, is_pure=True, pack=8)

@@ -1,6 +1,7 @@
 """What every forward implementation of the chunked gated delta rule takes and returns, after the checks of `api`.
 
-Symbols: B batch, T tokens, H query/key heads, HV value heads (a multiple of H), K and V head sizes, N sequences, C chunk size.
+Symbols: B batch, T tokens, H query/key heads, HV value heads (a multiple of H), K and V head sizes, N sequences, C
+chunk size.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ class ForwardArguments:
 
     q, k                [B, T, H, K]   queries and keys, any strides in the leading dimensions
     v                   [B, T, HV, V]  values
-    g                   [B, T, HV]     natural-log decay (<= 0), or the raw gate `a` where A_log is given; any float dtype
-    beta                [B, T, HV]     write strength, or its logit where use_beta_sigmoid; any float dtype
+    g                   [B, T, HV]     natural-log decay (<= 0), or the raw gate `a` where A_log is given; any float
+    dtype beta                [B, T, HV]     write strength, or its logit where use_beta_sigmoid; any float dtype
     scale               factor on the queries
     initial_state       [N, HV, K, V] ([N, HV, V, K] if state_v_first), float32, contiguous, or None for zeros
     cu_seqlens          [N + 1] int32 or int64 on the device of q (B is 1), or None: every batch row is one sequence
@@ -52,8 +53,8 @@ class ForwardArguments:
     def num_slots(self) -> int:
         """Rows of a per-chunk buffer: known on the host without reading cu_seqlens.
 
-        Chunk c of sequence n that starts at token s has the slot s // C + n + c (varlen), or n * ceil(T / C) + c (batch).
-        Slots of different chunks never coincide, because ceil(L / C) <= (s + L) // C - s // C + 1.
+        Chunk c of sequence n that starts at token s has the slot s // C + n + c (varlen), or n * ceil(T / C) + c
+        (batch). Slots of different chunks never coincide, because ceil(L / C) <= (s + L) // C - s // C + 1.
         """
         num_tokens = self.q.shape[1]
         if self.cu_seqlens is None:
@@ -63,8 +64,9 @@ class ForwardArguments:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """o [B, T, HV, V] in q's dtype, rows of no sequence are zeros; final_state float32 in the layout of initial_state, or None;
-    h [B, slots / B, HV, K, V] in q's dtype: the state before each chunk, slots of no chunk are zeros, or None."""
+    """o [B, T, HV, V] in q's dtype, rows of no sequence are zeros; final_state float32 in the layout of initial_state,
+    or None; h [B, slots / B, HV, K, V] in q's dtype: the state before each chunk, slots of no chunk are zeros, or
+    None."""
 
     o: torch.Tensor
     final_state: torch.Tensor | None = None

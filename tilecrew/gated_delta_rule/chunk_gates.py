@@ -1,7 +1,7 @@
 """Device code of stage (1) and of the gate mask of stage (3): decays, write strengths and norms of one chunk."""
 
 from tilecrew.device.compat import gl, gluon
-from tilecrew.device.tiles import LOG2_E
+from tilecrew.device.tiles import LOG2_E, exp2
 
 CHUNK = gl.constexpr(64)
 DIM = gl.constexpr(128)
@@ -12,16 +12,16 @@ NORM_EPSILON = gl.constexpr(1e-6)
 
 
 @gluon.jit
-def gate_mask(log2_decay, LAYOUT: gl.constexpr, FIRST_ROW: gl.constexpr = 0, NUM_ROWS: gl.constexpr = CHUNK):
-    """G_ij = 1[i >= j] e^{g_i - g_j}   (3), from the cumulative log2 decay in shared memory; some or all of its rows.
+def gate_mask(log2_decay, LAYOUT: gl.constexpr):
+    """G_ij = 1[i >= j] e^{g_i - g_j}   (3), from the cumulative log2 decay in shared memory.
 
     The exponent is masked before the exponential, so that it is never positive.
     """
-    row = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
-    rows = log2_decay.slice(FIRST_ROW, NUM_ROWS).load(gl.SliceLayout(1, LAYOUT))[:, None]
+    rows = log2_decay.load(gl.SliceLayout(1, LAYOUT))[:, None]
     columns = log2_decay.load(gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.exp2(gl.where(row >= column, rows - columns, float("-inf")))
+    return exp2(gl.where(row >= column, rows - columns, float("-inf")))
 
 
 @gluon.jit

@@ -53,7 +53,8 @@ def multiply_accumulate(a, parts, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.cons
 
 @gluon.jit
 def diagonal_blocks(L):
-    """[64, 64] -> [64, 16]: the diagonal 16x16 blocks, stacked: a sum over four blocks of which all but one are masked."""
+    """[64, 64] -> [64, 16]: the diagonal 16x16 blocks, stacked: a sum over four blocks of which all but one are
+    masked."""
     blocks = gl.reshape(L, [CHUNK, NUM_BLOCKS, BLOCK])
     layout: gl.constexpr = blocks.type.layout
     row = gl.arange(0, CHUNK, gl.SliceLayout(1, gl.SliceLayout(2, layout)))

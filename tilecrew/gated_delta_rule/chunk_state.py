@@ -1,4 +1,5 @@
-"""Device code that brings the state S [128, V block] between global memory and the accumulator of a wgmma, in either layout.
+"""Device code that brings the state S [128, V block] between global memory and the accumulator of a wgmma, in either
+layout.
 
 The state is float32 [N, HV, K, V], or [N, HV, V, K] where V comes first; K = V = 128.
 """

@@ -1,8 +1,10 @@
-"""Where a program works: which sequence, which tokens, which slots of the per-chunk buffers. One walk serves every role.
+"""Where a program works: which sequence, which tokens, which slots of the per-chunk buffers. One walk serves every
+role.
 
 Slots (ForwardArguments.num_slots): chunk c of sequence n has the slot cu_seqlens[n] // 64 + n + c in a packed batch and
 n * ceil(T / 64) + c otherwise, so that no prefix sum and no host synchronisation is needed.
-Example: lengths 70, 0, 64 give cu_seqlens 0, 70, 70, 134; first slots 0, 2, 3; the chunks use slots 0, 1, 3; slots 2 and 4 stay empty.
+Example: lengths 70, 0, 64 give cu_seqlens 0, 70, 70, 134; first slots 0, 2, 3; the chunks use slots 0, 1, 3; slots 2
+and 4 stay empty.
 """
 
 from tilecrew.device.compat import aggregate, gl, gluon
@@ -73,7 +75,8 @@ class ChunkWalk:
     ):
         """Program -> (piece, head, block of V), blocks fastest: neighbours share Q, K and A in the L2 cache.
 
-        pieces: [P, 3] int32, rows (sequence, first chunk, chunk behind the last), where HAS_PIECES; else a piece is a sequence.
+        pieces: [P, 3] int32, rows (sequence, first chunk, chunk behind the last), where HAS_PIECES; else a piece is a
+            sequence.
         """
         program = gl.program_id(0)
         block = program % NUM_BLOCKS

@@ -13,7 +13,7 @@ GATE_ROWS = gl.constexpr(4)
 
 @aggregate
 class Tiles:
-    """Shared memory. query, key, value, inverse and gates have the stages of their rings; the others have one copy."""
+    """Shared memory. query, key, value, inverse and gates have the stages of the ring; the others have one copy."""
 
     query: gl.shared_memory_descriptor
     key: gl.shared_memory_descriptor
@@ -42,8 +42,8 @@ class Tiles:
             gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, DIM], q_desc.layout),
             gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, DIM], k_desc.layout),
             gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, BV], v_desc.layout),
-            gl.allocate_shared_memory(dtype, [STAGES + 1, CHUNK, CHUNK], inverse_desc.layout),
-            gl.allocate_shared_memory(gl.float32, [STAGES + 1, GATE_ROWS, CHUNK], gates_desc.layout),
+            gl.allocate_shared_memory(dtype, [STAGES, CHUNK, CHUNK], inverse_desc.layout),
+            gl.allocate_shared_memory(gl.float32, [STAGES, GATE_ROWS, CHUNK], gates_desc.layout),
             gl.allocate_shared_memory(dtype, [DIM, BV], tile_layout([DIM, BV], dtype)),
             gl.allocate_shared_memory(dtype, [CHUNK, BV], matrix),
             gl.allocate_shared_memory(dtype, [CHUNK, BV], matrix),
@@ -75,44 +75,42 @@ class Tiles:
 
 @aggregate
 class Crew:
-    """The rings and hand-offs by which the roles of one CTA work together (table at the top of this file)."""
+    """The ring and the hand-offs by which the roles of one CTA work together (tables in kernel_forward_roles).
 
-    query_key: Ring
-    value: Ring
-    inverse: Ring
+    key_tail, value_tail: one arrival each, used once: a partial chunk's keys and values have landed.
+    """
+
+    inputs: Ring
     gated_inverse: Signal
     state: Handoff
-    value_delta: Handoff
-    state_delta: Handoff
+    value_delta: Signal
+    state_delta: Signal
     output: Handoff
     key_tail: gl.shared_memory_descriptor
     value_tail: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(
-        self, query_key, value, inverse, gated_inverse, state, value_delta, state_delta, output, key_tail, value_tail
-    ):
-        self.query_key, self.value, self.inverse, self.gated_inverse = query_key, value, inverse, gated_inverse
-        self.state, self.value_delta, self.state_delta, self.output = state, value_delta, state_delta, output
+    def __init__(self, inputs, gated_inverse, state, value_delta, state_delta, output, key_tail, value_tail):
+        self.inputs, self.gated_inverse, self.state = inputs, gated_inverse, state
+        self.value_delta, self.state_delta, self.output = value_delta, state_delta, output
         self.key_tail, self.value_tail = key_tail, value_tail
 
     @gluon.jit
     def create(config: gl.constexpr):
-        STAGES: gl.constexpr = config.num_stages
-        STATE_READERS: gl.constexpr = 3 if config.store_h else 2  # value, output, and the store role for h
-        key_tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        value_tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(key_tail, count=1)
-        mbarrier.init(value_tail, count=1)
+        NUM_STAGES: gl.constexpr = config.num_stages
+        NUM_LOAD_ROLES: gl.constexpr = 3  # query_key, value, inverse
+        NUM_COMPUTE_ROLES: gl.constexpr = 3  # state, value, output
+        NUM_STATE_READERS: gl.constexpr = 2 if config.store_h else 1  # output, and the store role for h
+        tails = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for tail in gl.static_range(2):
+            mbarrier.init(tails.index(tail), count=1)
         return Crew(
-            Ring.create(STAGES, 3),  # state, value, output
-            Ring.create(STAGES, 1),  # value
-            Ring.create(STAGES + 1, 3),  # state, value, output; one stage more: A_g is made a chunk ahead
-            Signal.create(STAGES + 1),
-            Handoff.create(STATE_READERS),
+            Ring.create(NUM_STAGES, NUM_LOAD_ROLES, NUM_COMPUTE_ROLES),
+            Signal.create(),
+            Handoff.create(NUM_STATE_READERS),
+            Signal.create(),
+            Signal.create(),
             Handoff.create(1),
-            Handoff.create(1),
-            Handoff.create(1),
-            key_tail,
-            value_tail,
+            tails.index(0),
+            tails.index(1),
         )

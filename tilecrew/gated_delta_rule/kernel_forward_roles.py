@@ -6,41 +6,44 @@ state S in registers; nothing but the outputs goes back to global memory. Stages
 Computes (equation numbers of README.md), per chunk, with A and the gates from kernel_prepare:
     A  the chunk's inputs are in shared memory
     B  S published; gamma = e^g; G_ij = 1[i >= j] e^{g_i - g_j}, P = Q K^T, A_g = G o A o beta_j                     (3)
-    C  U = K S, W = V - gamma o U;  Q S;  S <- gamma_C S                                                       (4) (6) (7)
-    D  V_d = A_g W;  P_g = scale G o P                                                                         (5) (3)
-    E  V' = e^{g_C - g} o V_d;  O = scale gamma o (Q S) + P_g V_d                                              (5) (6)
-    F  S <- S + K^T V';  O handed to the store role                                                            (7)
+    C  U = K S, W = V - gamma o U;  Q S;  S <- gamma_C S                                                       (4) (6)
+    (7) D  V_d = A_g W;  P_g = scale G o P                                                                         (5)
+    (3) E  V' = e^{g_C - g} o V_d;  O = scale gamma o (Q S) + P_g V_d                                              (5)
+    (6) F  S <- S + K^T V';  O handed to the store role                                                            (7)
 
 Roles                 warps  registers  job
     state (default)     4      the rest  owns S; publishes a copy in the input dtype; decays it; S += K^T V'
-    value               4      152       U, W, V_d, V'
-    output              4      152       P, G, A_g (one chunk ahead), Q S, P_g, O
+    value               4      144       U, W, V_d, V'
+    output              4      168       P, G, A_g, Q S, P_g, O
     load_query_key      1      40        TMA of Q and K
     load_value          1      40        TMA of V
     load_inverse        1      40        TMA of A and of the gates
     store               1      40        TMA of O and of S (the optional output h)
 
-Rings            producer -> consumers                         full by                empty by     bytes x stages (V block 128)
-    query_key    load_query_key -> state, value, output        1 arrival + TMA        3 roles      32 KiB x 2
-    value        load_value -> value                           1 arrival + TMA        1 role       16 KiB x 2
-    inverse      load_inverse -> state, value, output          1 arrival + TMA        3 roles       9 KiB x 3
+Ring          producers -> consumers                             full by             empty by   bytes x stages (V block
+128)
+    inputs    load_query_key, load_value, load_inverse ->        3 arrivals + TMA    3 roles    57 KiB x 2
+              state, value, output
 
-Hand-offs        producer -> consumers                         ready by               free by
-    state        state -> value, output (and store for h)      S in shared memory     U, Q S done (h stored)
-    gated_inverse  output -> value                             A_g over A, in place   the inverse ring's empty
-    state_delta  value -> state                                V' in shared memory    S += K^T V' done
-    value_delta  value -> output                               V_d in shared memory   O += P_g V_d done
-    output       output -> store                               O in shared memory     O stored
+Hand-offs        producer -> consumers                  ready: written          free: read, so that it may be written
+again
+    state        state -> value, output (store for h)   S in the input dtype    output: Q S done (store: h stored);
+                                                                                value: implied by state_delta
+    gated_inverse  output -> value                      A_g over A, in place    the ring's empty
+    state_delta  value -> state                         V'                      implied by the next state
+    value_delta  value -> output                        V_d                     implied by the next gated_inverse
+    output       output -> store                        O                       store: O stored
 
 Timeline         [chunk i]
-    load_*       wait empty -> TMA of chunk i + stages ahead
-    state        publish S | decay S | wait state_delta -> S += K^T V'
-    value        wait state -> U -> W | wait gated_inverse -> V_d -> V' -> V_d out
-    output       P, P_g | wait state -> Q S, meanwhile A_g of chunk i + 1 | wait value_delta -> O -> out
+    load_*       wait inputs empty -> TMA of the chunk that comes num_stages later
+    state        publish S | gamma_C S | wait state_delta -> S += K^T V'
+    value        wait inputs, state -> U -> W | wait gated_inverse -> V_d -> V' out -> V_d out
+    output       wait inputs -> P, G, A_g out, P_g | wait state -> Q S | wait value_delta -> O -> out
     store        (wait state -> h) | wait output -> O of chunk i, while the others compute chunk i + 1
 
-A chunk that is not full is the last of its sequence: the load roles put zeros over the rows behind its end (they belong to
-a neighbour and may hold NaN), so that the compute roles need no masks; the store role writes the valid rows only.
+A chunk that is not full is the last of its sequence: the load roles put zeros over the rows behind its end (they
+belong to a neighbour and may hold NaN), so that the compute roles need no masks; the store role writes the valid rows
+only.
 """
 
 from dataclasses import dataclass
@@ -62,7 +65,7 @@ from tilecrew.device.compat import (
     warpgroup_mma_wait,
 )
 from tilecrew.device.mma import accumulator_layout, operand_layout, row_tile_layout, tile_layout
-from tilecrew.device.tiles import opaque, scalar, zero_rows
+from tilecrew.device.tiles import exp2, opaque, scalar, zero_rows
 from tilecrew.gated_delta_rule import kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.chunk_gates import gate_mask
@@ -74,7 +77,7 @@ from tilecrew.gated_delta_rule.schedule import Schedule
 
 DIM = gl.constexpr(128)  # K and V
 CHUNK = gl.constexpr(64)
-VALUE_REGISTERS, OUTPUT_REGISTERS, COPY_REGISTERS = gl.constexpr(144), gl.constexpr(168), gl.constexpr(40)
+VALUE_REGISTERS, OUTPUT_REGISTERS, COPY_REGISTERS = gl.constexpr(136), gl.constexpr(176), gl.constexpr(40)
 # Threads x registers at entry, before the roles re-divide them: 16 warps x 32 x 128 = 65,536, all that an SM has.
 ENTRY_REGISTERS = 128
 
@@ -133,8 +136,9 @@ def launch(
 ) -> Launch:
     """The launch of this kernel.
 
-    pieces: [P, 3] int32 rows (sequence, first chunk, chunk behind the last): sequences cut for context parallelism. Each
-    piece starts from its own row of initial_state ([P, HV, K, V]); the piece that ends a sequence writes its final state.
+    pieces: [P, 3] int32 rows (sequence, first chunk, chunk behind the last): sequences cut for context parallelism.
+    Each piece starts from its own row of initial_state ([P, HV, K, V]); the piece that ends a sequence writes its
+    final state.
     """
     q, v = arguments.q, arguments.v
     num_value_heads = v.shape[2]
@@ -237,23 +241,20 @@ def state_role(tiles, crew, walk, S, config: gl.constexpr):
     layout: gl.constexpr = S.type.layout
     dtype: gl.constexpr = tiles.state.dtype
     for i in range(walk.num_chunks):
-        # B: publish S
+        # B: publish S. The value role has read the one before, or V' of that chunk would not have come.
         crew.state.acquire(i)
         tiles.state.store(S.to(dtype))
         crew.state.publish()
-        # C: S <- gamma_C S; behind the end of a sequence the cumulative gate stays, so the last row is always gamma_C
-        crew.inverse.wait(i)
-        log2_decay = tiles.gate_vectors(crew.inverse.stage(i)).index(0)
-        S = S * gl.exp2(scalar(log2_decay, CHUNK - 1, gl.SliceLayout(0, layout)))
+        # C: S <- gamma_C S; behind the end of a sequence the cumulative gate stays: the last row is always gamma_C
+        crew.inputs.wait(i)
+        stage = crew.inputs.stage(i)
+        log2_decay = tiles.gate_vectors(stage).index(0)
+        S = S * exp2(scalar(log2_decay, CHUNK - 1, gl.SliceLayout(0, layout)))
         # F: S <- S + K^T V'   (7)
-        crew.query_key.wait(i)
         crew.state_delta.wait(i)
-        key = tiles.key_matrix(crew.query_key.stage(i))
-        S = warpgroup_mma(key.permute((1, 0)), tiles.state_delta, S, is_async=True)
+        S = warpgroup_mma(tiles.key_matrix(stage).permute((1, 0)), tiles.state_delta, S, is_async=True)
         S = warpgroup_mma_wait(0, deps=(S,))
-        crew.state_delta.release()
-        crew.query_key.release(i)
-        crew.inverse.release(i)
+        crew.inputs.release(i)
     return (S,)
 
 
@@ -265,22 +266,21 @@ def value_role(tiles, crew, walk, config: gl.constexpr):
     dtype: gl.constexpr = tiles.state.dtype
     for i in range(walk.num_chunks):
         # A, B: gamma = e^g and e^{g_C - g}, while S is on its way
-        crew.inverse.wait(i)
-        gates = tiles.gate_vectors(crew.inverse.stage(i))
+        crew.inputs.wait(i)
+        stage = crew.inputs.stage(i)
+        gates = tiles.gate_vectors(stage)
         log2_decay = gates.index(0).load(row)
-        gamma = gl.exp2(log2_decay)
-        to_end = gl.exp2(scalar(gates.index(0), CHUNK - 1, row) - log2_decay)
+        gamma = exp2(log2_decay)
+        to_end = exp2(scalar(gates.index(0), CHUNK - 1, row) - log2_decay)
         if config.normalise:  # K stays as it is in shared memory: its norms go where its rows end up
             key_norm = gates.index(2).load(row)
             gamma = gamma * key_norm
             to_end = to_end * key_norm
-        crew.value.wait(i)
-        crew.query_key.wait(i)
-        crew.state.wait(i)
         # C: U = K S;  W = V - gamma o U   (4)
+        crew.state.wait(i)
         U = gl.zeros([CHUNK, BV], gl.float32, layout)
-        U = warpgroup_mma(tiles.key_matrix(crew.query_key.stage(i)), tiles.state, U, use_acc=False, is_async=True)
-        V = tiles.value_matrix(crew.value.stage(i), BV).load(layout).to(gl.float32)
+        U = warpgroup_mma(tiles.key_matrix(stage), tiles.state, U, use_acc=False, is_async=True)
+        V = tiles.value_matrix(stage, BV).load(layout).to(gl.float32)
         U = warpgroup_mma_wait(0, deps=(U,))
         tiles.residual.store((V - gamma[:, None] * U).to(dtype))
         fence_async_shared()
@@ -288,20 +288,14 @@ def value_role(tiles, crew, walk, config: gl.constexpr):
         # D: V_d = A_g W   (5)
         crew.gated_inverse.wait(i)
         V_d = gl.zeros([CHUNK, BV], gl.float32, layout)
-        inverse = tiles.inverse.index(crew.inverse.stage(i))
-        V_d = warpgroup_mma(inverse, tiles.residual, V_d, use_acc=False, is_async=True)
+        V_d = warpgroup_mma(tiles.inverse.index(stage), tiles.residual, V_d, use_acc=False, is_async=True)
         V_d = warpgroup_mma_wait(0, deps=(V_d,))
-        # E: V' = e^{g_C - g} o V_d first, because the state waits for it   (5)
-        crew.state_delta.acquire(i)
+        # E: V' = e^{g_C - g} o V_d   (5), before V_d, because the state waits for it
         tiles.state_delta.store((V_d * to_end[:, None]).to(dtype))
         crew.state_delta.publish()
-        crew.value_delta.acquire(i)
         tiles.value_delta.store(V_d.to(dtype))
         crew.value_delta.publish()
-        crew.state.release()
-        crew.query_key.release(i)
-        crew.value.release(i)
-        crew.inverse.release(i)
+        crew.inputs.release(i)
 
 
 @gluon.jit
@@ -310,43 +304,43 @@ def output_role(tiles, crew, walk, scale, config: gl.constexpr):
     square: gl.constexpr = accumulator_layout(CHUNK)
     layout: gl.constexpr = accumulator_layout(BV)
     dtype: gl.constexpr = tiles.state.dtype
-    if walk.num_chunks > 0:
-        crew.inverse.wait(0)
-        gate_inverse(tiles, crew, 0, config)
     for i in range(walk.num_chunks):
-        gates = tiles.gate_vectors(crew.inverse.stage(i))
-        # B, D: P = Q K^T;  P_g = scale G o P   (3); while P runs, A_g of the next chunk: the value role never waits for it
-        crew.inverse.wait(i + 1)
-        crew.query_key.wait(i)
-        query = tiles.query_matrix(crew.query_key.stage(i))
-        key = tiles.key_matrix(crew.query_key.stage(i))
+        crew.inputs.wait(i)
+        stage = crew.inputs.stage(i)
+        gates = tiles.gate_vectors(stage)
+        query = tiles.query_matrix(stage)
+        # B: P = Q K^T; meanwhile G, and A_g = G o A o beta_j in place   (3)
         P = gl.zeros([CHUNK, CHUNK], gl.float32, square)
-        P = warpgroup_mma(query, key.permute((1, 0)), P, use_acc=False, is_async=True)
-        gate_inverse(tiles, crew, i + 1, config)
-        G = gate_mask(gates.index(0), square) * scale
-        if config.normalise:
-            query_norm = gates.index(3).load(gl.SliceLayout(1, square))
-            key_norm = gates.index(2).load(gl.SliceLayout(0, square))
-            G = G * query_norm[:, None] * key_norm[None, :]
-        gamma = gl.exp2(gates.index(0).load(gl.SliceLayout(1, layout))) * scale
+        P = warpgroup_mma(query, tiles.key_matrix(stage).permute((1, 0)), P, use_acc=False, is_async=True)
+        G = gate_mask(gates.index(0), square)
+        beta = gates.index(1).load(gl.SliceLayout(0, square))
+        A_g = tiles.inverse.index(stage).load(square).to(gl.float32) * beta[None, :]
+        if not config.gate_inside_inverse:
+            A_g = A_g * G
+        tiles.inverse.index(stage).store(A_g.to(dtype))
+        crew.gated_inverse.publish()
+        # D: P_g = scale G o P   (3)
+        gamma = exp2(gates.index(0).load(gl.SliceLayout(1, layout))) * scale
         if config.normalise:
             gamma = gamma * gates.index(3).load(gl.SliceLayout(1, layout))
+            G = G * gates.index(2).load(gl.SliceLayout(0, square))[None, :]
+            row_scale = gates.index(3).load(gl.SliceLayout(1, square))[:, None] * scale
+        else:
+            row_scale = scale
         P = warpgroup_mma_wait(0, deps=(P,))
-        P_g = gl.convert_layout((P * G).to(dtype), operand_layout(layout, 0))
+        P_g = gl.convert_layout((P * G * row_scale).to(dtype), operand_layout(layout, 0))
         # C: Q S   (6)
         crew.state.wait(i)
         O = gl.zeros([CHUNK, BV], gl.float32, layout)
         O = warpgroup_mma(query, tiles.state, O, use_acc=False, is_async=True)
         O = warpgroup_mma_wait(0, deps=(O,))
         crew.state.release()
-        O = O * gamma[:, None]
         # E: O = scale gamma o (Q S) + P_g V_d   (6)
+        O = O * gamma[:, None]
         crew.value_delta.wait(i)
         O = warpgroup_mma(P_g, tiles.value_delta, O, is_async=True)
         O = warpgroup_mma_wait(0, deps=(O,))
-        crew.value_delta.release()
-        crew.query_key.release(i)
-        crew.inverse.release(i)
+        crew.inputs.release(i)
         # F: hand O on
         crew.output.acquire(i)
         tiles.output_matrix(BV).store(O.to(dtype))
@@ -354,32 +348,11 @@ def output_role(tiles, crew, walk, scale, config: gl.constexpr):
 
 
 @gluon.jit
-def gate_inverse(tiles, crew, chunk, config: gl.constexpr):
-    """A_g = G o A o beta_j, in place   (3). Where the prepare kernel has gated the inverse already, only beta is missing.
-
-    From shared memory to shared memory, so in 16-byte pieces, and in two halves, because P holds its registers meanwhile.
-    """
-    ROWS: gl.constexpr = CHUNK // 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    stage = crew.inverse.stage(chunk)
-    gates = tiles.gate_vectors(stage)
-    inverse = tiles.inverse.index(stage)
-    beta = gates.index(1).load(gl.SliceLayout(0, layout))[None, :]
-    for first in gl.static_range(0, CHUNK, ROWS):
-        rows = inverse.slice(first, ROWS)
-        A_g = rows.load(layout).to(gl.float32) * beta
-        if not config.gate_inside_inverse:
-            A_g = A_g * gate_mask(gates.index(0), layout, first, ROWS)
-        rows.store(A_g.to(inverse.dtype))
-    crew.gated_inverse.publish(chunk)
-
-
-@gluon.jit
 def load_query_key_role(tiles, crew, walk, q_desc, k_desc, config: gl.constexpr):
     head = walk.head // config.value_heads_per_head
     for i in range(walk.num_chunks):
-        full = crew.query_key.acquire(i)
-        stage = crew.query_key.stage(i)
+        full = crew.inputs.acquire(i)
+        stage = crew.inputs.stage(i)
         coordinates = [walk.batch, walk.token(i), head, 0]
         if walk.tokens_left(i) < CHUNK:
             # Rows of Q behind the end only make rows of O that are not stored; rows of K would reach S.
@@ -397,8 +370,8 @@ def load_query_key_role(tiles, crew, walk, q_desc, k_desc, config: gl.constexpr)
 @gluon.jit
 def load_value_role(tiles, crew, walk, v_desc, config: gl.constexpr):
     for i in range(walk.num_chunks):
-        full = crew.value.acquire(i)
-        stage = crew.value.stage(i)
+        full = crew.inputs.acquire(i)
+        stage = crew.inputs.stage(i)
         coordinates = [walk.batch, walk.token(i), walk.head, walk.value_offset]
         if walk.tokens_left(i) < CHUNK:
             load_tile(v_desc, coordinates, crew.value_tail, tiles.value.index(stage))
@@ -411,22 +384,20 @@ def load_value_role(tiles, crew, walk, v_desc, config: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, coordinates, full, tile):
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma_load(desc, coordinates, full, tile)
+def load_inverse_role(tiles, crew, walk, inverse_desc, gates_desc, config: gl.constexpr):
+    for i in range(walk.num_chunks):
+        full = crew.inputs.acquire(i)
+        stage = crew.inputs.stage(i)
+        row = walk.slot_head(i, config.num_value_heads)
+        mbarrier.expect(full, inverse_desc.block_type.nbytes + gates_desc.block_type.nbytes)
+        tma_load(gates_desc, [row * GATE_ROWS, 0], full, tiles.gates.index(stage))
+        tma_load(inverse_desc, [row * CHUNK, 0], full, tiles.inverse.index(stage))
 
 
 @gluon.jit
-def load_inverse_role(tiles, crew, walk, inverse_desc, gates_desc, config: gl.constexpr):
-    if walk.num_chunks > 0:
-        # One chunk more than there is, because the output role gates the inverse a chunk ahead: the last one again.
-        for i in range(walk.num_chunks + 1):
-            full = crew.inverse.acquire(i)
-            stage = crew.inverse.stage(i)
-            row = walk.slot_head(gl.minimum(i, walk.num_chunks - 1), config.num_value_heads)
-            mbarrier.expect(full, inverse_desc.block_type.nbytes + gates_desc.block_type.nbytes)
-            tma_load(gates_desc, [row * GATE_ROWS, 0], full, tiles.gates.index(stage))
-            tma_load(inverse_desc, [row * CHUNK, 0], full, tiles.inverse.index(stage))
+def load_tile(desc, coordinates, full, tile):
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma_load(desc, coordinates, full, tile)
 
 
 @gluon.jit

@@ -1,22 +1,27 @@
 """Everything of a chunk that does not depend on the state: cumulative gates, norms, and the inverse A.
 
 Computes (equation numbers of README.md), per chunk of 64 tokens:
-    g      log decay (from A_log and dt_bias where given), floored at -100, cumulative in the chunk, in powers of two    (1)
-    norms  1 / sqrt(sum of squares + 1e-6) of the rows of K and Q, where normalise
-    A      (I + StrictLower(diag(beta) K K^T))^-1, or with the gates inside                                              (2)
+    g      log decay (from A_log and dt_bias where given), floored at -100, cumulative in the chunk, in powers of two
+     (1) norms  1 / sqrt(sum of squares + 1e-6) of the rows of K and Q, where normalise
+    A      (I + StrictLower(diag(beta) K K^T))^-1, or with the gates inside
+     (2)
 
 Programs    one per slot (chunk), query/key head and group of up to 4 of its value heads; 4 warps, no roles.
-Buffers     inverse [slots, HV, 64, 64] in the input dtype; gates [slots, HV, 4, 64] float32, rows: cumulative log2 decay,
+Buffers     inverse [slots, HV, 64, 64] in the input dtype; gates [slots, HV, 4, 64] float32, rows: cumulative log2
+decay,
             beta, inverse norms of the keys, of the queries (the last two only where normalise).
 Timeline    TMA of K (and Q) while the gates are computed | norms | K K^T once (wgmma), kept in shared memory |
-            per value head: 16x16 diagonal blocks inverted in registers, merged by MMA, stored by TMA under the next head
+            per value head: 16x16 diagonal blocks inverted in registers, merged by MMA, stored by TMA under the next
+            head
 
-Precision. Unit keys and beta <= 2 bound every entry of A by 2 (|A_ij| <= beta_i |k_i| |k_j|, see README.md): the operands
-of the inverse's merges are fp16 then. Keys of other sizes can make A as large as (beta |k|^2 - 1)^63; their merges run in
-bf16, each operand split in two parts, and the gates go inside the inverse, which keeps A finite where strong gates do.
+Precision. Unit keys and beta <= 2 bound every entry of A by 2 (|A_ij| <= beta_i |k_i| |k_j|, see README.md): the
+operands of the inverse's merges are fp16 then. Keys of other sizes can make A as large as (beta |k|^2 - 1)^63; their
+merges run in bf16, each operand split in two parts, and the gates go inside the inverse, which keeps A finite where
+strong gates do.
 
 Rows behind the end of a sequence: beta and norms are 0, the cumulative gate stays, A is the identity.
-Rows of the output behind the last sequence (packed batches) are set to zero by the programs of the slots that cover them.
+Rows of the output behind the last sequence (packed batches) are set to zero by the programs of the slots that cover
+them.
 """
 
 from dataclasses import dataclass
@@ -74,7 +79,8 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class Prepared:
-    """inverse [slots, HV, 64, 64], gates [slots, HV, 4, 64] float32; gate_inside_inverse: which of the two inverses it is."""
+    """inverse [slots, HV, 64, 64], gates [slots, HV, 4, 64] float32; gate_inside_inverse: which of the two inverses it
+    is."""
 
     inverse: torch.Tensor
     gates: torch.Tensor
