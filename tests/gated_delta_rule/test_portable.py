@@ -28,14 +28,16 @@ def test_under_the_interpreter():
 def test_compiles_into_shared_memory(dtype, dim, capability, kilobytes):
     """Code for 8.0 must fit 8.6 and 8.9 too, which have 99 KB."""
     pytest.importorskip("triton")
-    from tests.gated_delta_rule.compiled import compile_plain
+    from triton.backends.compiler import GPUTarget
+
+    from tilecrew.device import aot
     from tilecrew.gated_delta_rule import kernel_portable
 
     arguments = random_arguments(lengths=[60, 70], key_dim=dim, value_dim=dim, dtype=dtype, **EVERYTHING)
     result = kernel_portable.empty_result(arguments)
     schedule = Schedule("portable", 32 if dtype == torch.float32 else 64, 64, "test")
     for launch in kernel_portable.make_launches(arguments, schedule, result):
-        _, resources = compile_plain(launch, capability)
+        resources = aot.resources(aot.compile_launch(launch, GPUTarget("cuda", capability, 32)))
         assert resources.shared_memory_bytes <= kilobytes * 1024
         assert resources.wgmma + resources.mma > 0
 

@@ -33,18 +33,20 @@ def test_under_the_interpreter():
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_compiles_to_16_byte_accesses_of_the_state_without_spills(capability, state_v_first, num_tokens):
     pytest.importorskip("triton")
-    from tests.gated_delta_rule.compiled import compile_plain
+    from triton.backends.compiler import GPUTarget
+
+    from tilecrew.device import aot
     from tilecrew.gated_delta_rule import kernel_recurrent
 
     options = {"pool": [0, 1, 2], "inplace_state": True, "use_qk_l2norm": True, "state_v_first": state_v_first}
     arguments = random_recurrent_arguments(3, num_tokens, dtype=torch.bfloat16, **options)
     launch = kernel_recurrent.make_launch(arguments, torch.empty_like(arguments.v), arguments.initial_state)
-    compiled, resources = compile_plain(launch, capability)
-    config = launch.arguments[-1]
+    compiled = aot.compile_launch(launch, GPUTarget("cuda", capability, 32))
+    config = launch.args[-1]
     num_accesses = config.BLOCK_K * config.BLOCK_V // (launch.num_warps * 32 * 4)
     assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"])) >= num_accesses
     assert len(re.findall(r"st\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"])) == num_accesses
-    assert resources.stack_bytes == 0
+    assert aot.resources(compiled).stack_bytes == 0
 
 
 @pytest.mark.parametrize("lengths", [None, [3, 0, 1, 5]])

@@ -14,7 +14,7 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tilecrew.device.compat import GluonASTSource
@@ -52,6 +52,7 @@ class Resources:
 def compile_launch(launch: Launch, target: GPUTarget = SM90):
     """The compiled kernel of one launch, for `target`; nothing is launched and no GPU is needed.
 
+    launch: a Launch, or anything else with its `kernel` (in Gluon or in plain Triton), `args` and `options`.
     Returns Triton's compiled kernel: `.asm["ttgir" | "ptx" | "cubin"]`, `.metadata.shared`.
     """
     # A launch adds this option itself; without it the compile key differs from the launch's.
@@ -61,7 +62,8 @@ def compile_launch(launch: Launch, target: GPUTarget = SM90):
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound_args, specialization, extra = bind(*launch.args, **options)
     parsed, signature, constexprs, attributes = kernel._pack_args(backend, options, bound_args, specialization, extra)
-    source = GluonASTSource(kernel, signature, constexprs, attributes)
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(kernel, signature, constexprs, attributes)
     return triton.compile(source, target=target, options=parsed.__dict__)
 
 
