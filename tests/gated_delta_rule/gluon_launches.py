@@ -1,0 +1,95 @@
+"""Every kind of Gluon launch, compiled for sm_90 without a GPU: `python -m tests.gated_delta_rule.gluon_launches`
+prints {"triton": version, "resources": {name of the launch: what its cubin uses, or the error's traceback}} as JSON.
+
+A process of its own, because a process has one version of Triton: PYTHONPATH chooses it, TRITON_CACHE_DIR must too.
+"""
+
+import dataclasses
+import json
+import sys
+import traceback
+
+import torch
+import triton
+
+from tilecrew.device import aot
+from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_prepare
+from tilecrew.testing import random_arguments
+
+BF16, FP16 = torch.bfloat16, torch.float16
+GATES = {"use_beta_sigmoid": True, "allow_neg_eigval": True, "A_log": torch.zeros(12), "dt_bias": torch.zeros(12)}
+VARLEN = {"lengths": [60, 70]}
+STATES = {"with_initial_state": True, "output_final_state": True}
+
+# Number of value heads per query/key head: 1, 2 and 4 are groups of one program; 3 is three groups of one.
+PREPARE = {
+    "normalised, group 4": (12, BF16, {"use_qk_l2norm": True}),
+    "normalised, group 4, float16, packed, gates": (12, FP16, {"use_qk_l2norm": True, **VARLEN, **GATES}),
+    "normalised, group 2, packed": (6, BF16, {"use_qk_l2norm": True, **VARLEN}),
+    "normalised, group 1, gates": (9, BF16, {"use_qk_l2norm": True, **GATES}),
+    "gate inside, group 4, packed": (12, BF16, VARLEN),
+    "gate inside, group 2, float16": (6, FP16, {}),
+    "gate inside, group 1, packed, gates": (3, BF16, {**VARLEN, **GATES}),
+}
+
+ROLES = {
+    "V block 128": (128, BF16, {}),
+    "V block 128, normalised, states": (128, BF16, {"use_qk_l2norm": True, **STATES}),
+    "V block 128, float16, packed, states, h": (128, FP16, {"output_h": True, **VARLEN, **STATES}),
+    "V block 128, normalised, packed, V first, h": (
+        128,
+        BF16,
+        {"use_qk_l2norm": True, "state_v_first": True, "output_h": True, **VARLEN, **STATES},
+    ),
+    "V block 128, packed, pieces": (128, BF16, {"pieces": True, **VARLEN, **STATES}),
+    "V block 64": (64, BF16, {}),
+    "V block 64, float16, normalised, packed, states, h": (
+        64,
+        FP16,
+        {"use_qk_l2norm": True, "output_h": True, **VARLEN, **STATES},
+    ),
+    "V block 64, V first, pieces": (64, BF16, {"pieces": True, "state_v_first": True, **STATES}),
+    "V block 32, normalised": (32, BF16, {"use_qk_l2norm": True}),
+    "V block 32, packed, states, h": (32, BF16, {"output_h": True, **VARLEN, **STATES}),
+    "V block 32, float16, normalised, packed, V first, pieces": (
+        32,
+        FP16,
+        {"use_qk_l2norm": True, "state_v_first": True, "pieces": True, **VARLEN, **STATES},
+    ),
+}
+
+NAMES = [*(f"prepare: {name}" for name in PREPARE), *(f"roles: {name}" for name in ROLES)]
+
+
+def arguments_of(num_value_heads, dtype, options):
+    options = {name: value[:num_value_heads] if torch.is_tensor(value) else value for name, value in options.items()}
+    return random_arguments(1, 130, 3, num_value_heads, dtype=dtype, **options)
+
+
+def make_launch(name: str) -> aot.Launch:
+    kernel, configuration = name.split(": ")
+    if kernel == "prepare":
+        arguments = arguments_of(*PREPARE[configuration])
+        prepared = kernel_prepare.allocate(arguments)
+        return kernel_prepare.launch(arguments, prepared, torch.empty_like(arguments.v))
+    block_v, dtype, options = ROLES[configuration]
+    options = dict(options)
+    pieces = torch.tensor([[0, 0, 1]], dtype=torch.int32) if options.pop("pieces", False) else None
+    arguments = arguments_of(6, dtype, options)
+    prepared = kernel_prepare.allocate(arguments)
+    result = kernel_forward_roles.allocate_result(arguments)
+    return kernel_forward_roles.launch(arguments, prepared, result, block_v, pieces)
+
+
+def main() -> None:
+    resources = {}
+    for name in NAMES:
+        try:
+            resources[name] = dataclasses.asdict(aot.resources(aot.compile_launch(make_launch(name))))
+        except Exception:  # the test of this launch shows it; those of the others still run
+            resources[name] = traceback.format_exc()
+    json.dump({"triton": triton.__version__, "resources": resources}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
