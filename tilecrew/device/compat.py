@@ -5,6 +5,7 @@ Names that moved between versions:
     aggregate   3.6 private in `triton.language.core`, public from 3.8 on
     barrier     3.6 `gl.thread_barrier`, from 3.8 on `gl.barrier`: all threads of the calling role
     tma_load    3.6 and 3.8 `tma.async_copy_global_to_shared`, 3.9 `tma.async_load`
+    reinterpret 3.6 and 3.8 a private method of shared-memory descriptors, public in 3.9
     tma_store   3.6 and 3.8 `tma.async_copy_shared_to_global`, 3.9 `tma.async_store`
 """
 
@@ -31,3 +32,15 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 tma_load = _tma.async_load if hasattr(_tma, "async_load") else _tma.async_copy_global_to_shared
 tma_store = _tma.async_store if hasattr(_tma, "async_store") else _tma.async_copy_shared_to_global
 tma_store_wait = _tma.store_wait
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        return tile.reinterpret(dtype, shape, layout)
+
+else:
+
+    @gluon.jit
+    def reinterpret(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        return tile._reinterpret(dtype, shape, layout)

@@ -1,7 +1,7 @@
 """Tile operations that more than one kernel uses."""
 
-from tilecrew.device.compat import gl, gluon
-from tilecrew.device.mma import vector_layout
+from tilecrew.device.compat import gl, gluon, reinterpret
+from tilecrew.device.mma import tile_layout, vector_layout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -9,13 +9,14 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 @gluon.jit
 def matrix_view(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """A [1, ROWS, 1, COLUMNS] tile, as TMA filled it from a [B, T, H, K] tensor, seen as a matrix: the same bytes."""
-    return tile._reinterpret(tile.dtype, [ROWS, COLUMNS], LAYOUT)
+    dtype: gl.constexpr = tile.dtype
+    return reinterpret(tile, dtype, [ROWS, COLUMNS], LAYOUT)
 
 
 @gluon.jit
 def vectors_view(tile, ROWS: gl.constexpr, LENGTH: gl.constexpr):
     """An unswizzled float32 [ROWS, LENGTH] tile as ROWS vectors: `.index(r)` is the r-th."""
-    return tile._reinterpret(gl.float32, [ROWS, LENGTH], vector_layout())
+    return reinterpret(tile, gl.float32, [ROWS, LENGTH], vector_layout())
 
 
 @gluon.jit
@@ -41,15 +42,50 @@ def opaque(x):
 
 
 @gluon.jit
-def zero_rows(tile, first_row):
-    """Zeros in the rows from `first_row` on of a 16-bit [R, C] tile; a few registers, one warp is enough."""
+def row_groups(tile):
+    """A 16-bit [R, C] tile as a buffer of [8, W] blocks, W = min(C, 64): the pieces of which the swizzled layout consists.
+
+    Block `column_group * R / 8 + row_group` can be indexed at run time, so that a loop over rows needs few registers.
+    """
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
-    THREADS_ALONG: gl.constexpr = COLUMNS // 8 if COLUMNS < 128 else 16
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS_ALONG, THREADS_ALONG], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, 8, gl.SliceLayout(1, layout))
-    for start in gl.static_range(0, ROWS, 8):
-        if start + 8 > first_row:
-            rows = tile.slice(start, 8)
-            value = rows.load(layout)
-            rows.store(gl.where((row + start < first_row)[:, None], value, gl.zeros_like(value)))
+    WIDTH: gl.constexpr = COLUMNS if COLUMNS < 64 else 64
+    dtype: gl.constexpr = tile.dtype
+    return reinterpret(tile, dtype, [ROWS * COLUMNS // (8 * WIDTH), 8, WIDTH], tile_layout([8, WIDTH], dtype))
+
+
+@gluon.jit
+def zero_rows(tile, first_row):
+    """Zeros in the rows from `first_row` on of a 16-bit [R, C] tile; one warp is enough."""
+    blocks = row_groups(tile)
+    ROW_GROUPS: gl.constexpr = tile.shape[0] // 8
+    COLUMN_GROUPS: gl.constexpr = blocks.shape[0] // ROW_GROUPS
+    LANES: gl.constexpr = blocks.shape[2] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
+    for row_group in range(first_row // 8, ROW_GROUPS):
+        for column_group in gl.static_range(COLUMN_GROUPS):
+            block = blocks.index(column_group * ROW_GROUPS + row_group)
+            value = block.load(layout)
+            block.store(gl.where(row + row_group * 8 < first_row, value, gl.zeros_like(value)))
+
+
+@gluon.jit
+def store_rows(tile, first, ROW_STRIDE: gl.constexpr, num_rows):
+    """The first `num_rows` rows of a 16-bit [R, C] tile to global memory by ordinary stores; one warp is enough.
+
+    first: pointer to the first element of the first row; ROW_STRIDE: elements from one row to the next.
+    """
+    blocks = row_groups(tile)
+    ROW_GROUPS: gl.constexpr = tile.shape[0] // 8
+    COLUMN_GROUPS: gl.constexpr = blocks.shape[0] // ROW_GROUPS
+    WIDTH: gl.constexpr = blocks.shape[2]
+    LANES: gl.constexpr = WIDTH // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    for row_group in range(0, gl.cdiv(num_rows, 8)):
+        for column_group in gl.static_range(COLUMN_GROUPS):
+            value = blocks.index(column_group * ROW_GROUPS + row_group).load(layout)
+            pointers = first + row_group * (8 * ROW_STRIDE) + row * ROW_STRIDE + (column + column_group * WIDTH)
+            gl.store(pointers, value, mask=row + row_group * 8 < num_rows)

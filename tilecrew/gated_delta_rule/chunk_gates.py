@@ -1,6 +1,6 @@
 """Device code of stage (1) and of the gate mask of stage (3): decays, write strengths and norms of one chunk."""
 
-from tilecrew.device.compat import gl, gluon
+from tilecrew.device.compat import gl, gluon, reinterpret
 from tilecrew.device.tiles import LOG2_E, exp2
 
 CHUNK = gl.constexpr(64)
@@ -62,12 +62,13 @@ def prepare_gates(tensors, strides, place, tiles, gates, config: gl.constexpr):
         g = -gl.exp(gl.load(A_log_ptr + head).to(gl.float32))[:, None] * softplus(g)
     if config.sigmoid_beta:
         beta = config.beta_factor / (1.0 + gl.exp(-beta))
-    g = gl.where(valid, gl.maximum(g, MINIMUM_LOG_DECAY) * LOG2_E, 0.0)
+    g = gl.where(g < MINIMUM_LOG_DECAY, MINIMUM_LOG_DECAY, g) * LOG2_E  # a NaN stays one
+    g = gl.where(valid, g, 0.0)
     beta = gl.where(valid, beta, 0.0)
     g = gl.associative_scan(g, 1, _add)
     matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    log2_decay_tile._reinterpret(gl.float32, [config.head_group, CHUNK], matrix).store(g)
-    beta_tile._reinterpret(gl.float32, [config.head_group, CHUNK], matrix).store(beta)
+    reinterpret(log2_decay_tile, gl.float32, [config.head_group, CHUNK], matrix).store(g)
+    reinterpret(beta_tile, gl.float32, [config.head_group, CHUNK], matrix).store(beta)
     row = gl.arange(0, config.head_group, gl.SliceLayout(1, layout))[:, None] * (4 * CHUNK) + position[None, :]
     gl.store(gates + row, g)
     gl.store(gates + row + CHUNK, beta)

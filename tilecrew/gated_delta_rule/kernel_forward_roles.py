@@ -65,7 +65,7 @@ from tilecrew.device.compat import (
     warpgroup_mma_wait,
 )
 from tilecrew.device.mma import accumulator_layout, operand_layout, row_tile_layout, tile_layout
-from tilecrew.device.tiles import exp2, opaque, scalar, zero_rows
+from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, zero_rows
 from tilecrew.gated_delta_rule import kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.chunk_gates import gate_mask
@@ -293,9 +293,11 @@ def value_role(tiles, crew, walk, config: gl.constexpr):
         # E: V' = e^{g_C - g} o V_d   (5), before V_d, because the state waits for it
         tiles.state_delta.store((V_d * to_end[:, None]).to(dtype))
         crew.state_delta.publish()
+        crew.inputs.release(i)
+        if config.normalise:  # P_g has a column for every key
+            V_d = V_d * key_norm[:, None]
         tiles.value_delta.store(V_d.to(dtype))
         crew.value_delta.publish()
-        crew.inputs.release(i)
 
 
 @gluon.jit
@@ -319,28 +321,25 @@ def output_role(tiles, crew, walk, scale, config: gl.constexpr):
             A_g = A_g * G
         tiles.inverse.index(stage).store(A_g.to(dtype))
         crew.gated_inverse.publish()
-        # D: P_g = scale G o P   (3)
         gamma = exp2(gates.index(0).load(gl.SliceLayout(1, layout))) * scale
-        if config.normalise:
+        row_scale = scale
+        if config.normalise:  # P_g V_d needs the key norms too: the value role has put them on V_d
             gamma = gamma * gates.index(3).load(gl.SliceLayout(1, layout))
-            G = G * gates.index(2).load(gl.SliceLayout(0, square))[None, :]
             row_scale = gates.index(3).load(gl.SliceLayout(1, square))[:, None] * scale
-        else:
-            row_scale = scale
         P = warpgroup_mma_wait(0, deps=(P,))
-        P_g = gl.convert_layout((P * G * row_scale).to(dtype), operand_layout(layout, 0))
-        # C: Q S   (6)
+        # C: Q S   (6); D: P_g = scale G o P   (3), while it runs
         crew.state.wait(i)
         O = gl.zeros([CHUNK, BV], gl.float32, layout)
         O = warpgroup_mma(query, tiles.state, O, use_acc=False, is_async=True)
+        P_g = gl.convert_layout((P * G * row_scale).to(dtype), operand_layout(layout, 0))
         O = warpgroup_mma_wait(0, deps=(O,))
         crew.state.release()
+        crew.inputs.release(i)
         # E: O = scale gamma o (Q S) + P_g V_d   (6)
         O = O * gamma[:, None]
         crew.value_delta.wait(i)
         O = warpgroup_mma(P_g, tiles.value_delta, O, is_async=True)
         O = warpgroup_mma_wait(0, deps=(O,))
-        crew.inputs.release(i)
         # F: hand O on
         crew.output.acquire(i)
         tiles.output_matrix(BV).store(O.to(dtype))
@@ -360,6 +359,7 @@ def load_query_key_role(tiles, crew, walk, q_desc, k_desc, config: gl.constexpr)
             mbarrier.wait(crew.key_tail, 0)
             zero_rows(tiles.key_matrix(stage), walk.tokens_left(i))
             fence_async_shared()
+            barrier()
             load_tile(q_desc, coordinates, full, tiles.query.index(stage))
         else:
             mbarrier.expect(full, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
@@ -378,6 +378,7 @@ def load_value_role(tiles, crew, walk, v_desc, config: gl.constexpr):
             mbarrier.wait(crew.value_tail, 0)
             zero_rows(tiles.value_matrix(stage, config.block_v), walk.tokens_left(i))
             fence_async_shared()
+            barrier()
             mbarrier.arrive(full, count=1)
         else:
             load_tile(v_desc, coordinates, full, tiles.value.index(stage))
@@ -414,23 +415,8 @@ def store_role(tiles, crew, walk, o_desc, h_desc, output_pointer, config: gl.con
         if walk.tokens_left(i) < CHUNK:
             TOKEN_STRIDE: gl.constexpr = config.num_value_heads * DIM
             first = output_pointer + (i * CHUNK).to(gl.int64) * TOKEN_STRIDE
-            store_rows(tiles.output_matrix(BV), first, TOKEN_STRIDE, walk.tokens_left(i), BV)
+            store_rows(tiles.output_matrix(BV), first, TOKEN_STRIDE, walk.tokens_left(i))
         else:
             tma_store(o_desc, [walk.batch, walk.token(i), walk.head, walk.value_offset], tiles.output)
             tma_store_wait(0)
         crew.output.release()
-
-
-@gluon.jit
-def store_rows(tile, first, ROW_STRIDE: gl.constexpr, num_rows, BV: gl.constexpr):
-    """The rows of a partial chunk, by ordinary stores: what follows in memory belongs to a neighbour.
-
-    first: pointer to the first element; ROW_STRIDE: elements from one token to the next.
-    """
-    LANES: gl.constexpr = BV // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 1], [1, 0])
-    row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, BV, gl.SliceLayout(0, layout))[None, :]
-    for start in gl.static_range(0, CHUNK, 8):
-        value = tile.slice(start, 8).load(layout)
-        gl.store(first + (row + start) * ROW_STRIDE + column, value, mask=row + start < num_rows)
