@@ -103,6 +103,20 @@ def with_strided_inputs(arguments: ForwardArguments) -> ForwardArguments:
     return replace(arguments, q=views[0], k=views[1], v=views[2], g=g, beta=beta)
 
 
+def spread_over_more_than_2_to_31_elements(arguments: ForwardArguments) -> ForwardArguments:
+    """q, k, v as views of one buffer whose tokens lie so far apart that the last offsets do not fit 32 bits."""
+    num_tokens = arguments.q.shape[1]
+    token_stride = 2**31 // (num_tokens - 10) // 16 * 16
+    buffer = torch.empty(token_stride * num_tokens, dtype=arguments.q.dtype, device="cuda")
+    views, start = {}, 0
+    for name in ("q", "k", "v"):
+        x = getattr(arguments, name)
+        views[name] = buffer.as_strided(x.shape, (0, token_stride, x.shape[3], 1), start)
+        views[name].copy_(x)
+        start += x.shape[2] * x.shape[3]
+    return replace(arguments, **views)
+
+
 EVERY_GATE = ("g", "gk", "gv", "A_log", "dt_bias", "beta_per_value")
 
 

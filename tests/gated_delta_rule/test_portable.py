@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from tests.gated_delta_rule.interpreter import run_interpreted
-from tests.gated_delta_rule.kernel_checks import check_portable, run_portable, with_nan_tail, with_strided_inputs
-from tilecrew.gated_delta_rule.arguments import ForwardArguments
+from tests.gated_delta_rule.kernel_checks import (
+    check_portable,
+    run_portable,
+    spread_over_more_than_2_to_31_elements,
+    with_nan_tail,
+    with_strided_inputs,
+)
 from tilecrew.gated_delta_rule.schedule import Schedule
 from tilecrew.testing import random_arguments
 
@@ -142,20 +147,6 @@ def test_more_programs_than_a_grid_dimension_of_65535():
     lengths = [1 + n % 3 for n in range(2200)]
     sizes = {"num_heads": 32, "num_value_heads": 32, "key_dim": 16, "value_dim": 16, "chunk_size": 16}
     check_portable(random_arguments(lengths=lengths, dtype=torch.bfloat16, device="cuda", **sizes, **EVERYTHING))
-
-
-def spread_over_more_than_2_to_31_elements(arguments: ForwardArguments) -> ForwardArguments:
-    """q, k, v as views of one buffer whose tokens lie so far apart that the last offsets do not fit 32 bits."""
-    num_tokens = arguments.q.shape[1]
-    token_stride = 2**31 // (num_tokens - 10) // 16 * 16
-    buffer = torch.empty(token_stride * num_tokens, dtype=arguments.q.dtype, device="cuda")
-    views, start = {}, 0
-    for name in ("q", "k", "v"):
-        x = getattr(arguments, name)
-        views[name] = buffer.as_strided(x.shape, (0, token_stride, x.shape[3], 1), start)
-        views[name].copy_(x)
-        start += x.shape[2] * x.shape[3]
-    return replace(arguments, **views)
 
 
 @pytest.mark.gpu
