@@ -1,0 +1,60 @@
+"""Reads the report of `compute-sanitizer --tool racecheck` and tells Triton's own dispatch from the kernels' code.
+
+Triton hands each worker warp its next role, and its captured values, through shared memory, ordered by barriers that
+racecheck does not connect: it reports the kernel's entry against the line of `warp_specialize`.
+"""
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+Location = tuple[str, int]  # file name without its folder, line; ("", 0) where the report has none
+UNKNOWN: Location = ("", 0)
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Two or more accesses that nothing orders."""
+
+    text: str
+    locations: tuple[Location, ...]
+
+
+def hazards_of(report: str) -> list[Hazard]:
+    """Raises ValueError for a report whose summary is missing or counts other hazards than those that were read."""
+    blocks: list[list[str]] = []
+    for line in report.splitlines():
+        text = line.removeprefix("=========").strip()
+        if re.match(r"(Error|Warning): .*(Race|hazard)", text):
+            blocks.append([text])
+        elif blocks and re.match(r"and .*access at", text):
+            blocks[-1].append(text)
+    summary = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed", report)
+    if summary is None or int(summary[1]) != len(blocks):
+        raise ValueError(f"read {len(blocks)} hazards, the report says {summary and summary[0]}:\n{report}")
+    return [Hazard("\n".join(block), tuple(_location(line) for line in block)) for block in blocks]
+
+
+def _location(line: str) -> Location:
+    found = re.search(r"([^\s/]+\.py):(\d+)", line)
+    return (found[1], int(found[2])) if found else UNKNOWN
+
+
+def dispatch_lines(path: Path) -> set[Location]:
+    """Entries of the functions that call warp_specialize (decorator to def), and the lines of those calls."""
+    lines: set[Location] = set()
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in ast.walk(function):
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", None) == "warp_specialize":
+                entry = range(min(d.lineno for d in function.decorator_list), function.lineno + 1)
+                lines.update((path.name, line) for line in (*entry, *range(call.lineno, call.end_lineno + 1)))
+    return lines
+
+
+def foreign_to_dispatch(hazards: list[Hazard], paths: list[Path]) -> list[Hazard]:
+    """The hazards with an access outside the dispatch lines of these files."""
+    allowed = set().union(*(dispatch_lines(path) for path in paths))
+    return [hazard for hazard in hazards if not allowed.issuperset(hazard.locations)]

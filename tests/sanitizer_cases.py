@@ -1,0 +1,51 @@
+"""Every kernel once on small problems, to be run under compute-sanitizer: `python tests/sanitizer_cases.py`.
+
+Partial chunks, packed sequences (an empty one among them), tails, pieces, states in both layouts, a padded pool.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from tests.gated_delta_rule.kernel_checks import random_recurrent_arguments, run_portable
+from tests.gated_delta_rule.roles_checks import BLOCKS, EVERYTHING, run_pieces, run_roles
+from tilecrew.gated_delta_rule import kernel_recurrent
+from tilecrew.testing import random_arguments
+
+PACKED = {"lengths": [1, 64, 0, 70], "tail": 9}
+ROLES = [
+    {**PACKED, "use_qk_l2norm": True},
+    {"num_tokens": 70, "batch": 2, "state_v_first": True, "dtype": torch.float16},
+]
+
+
+def check(result) -> None:
+    for x in (result.o, result.final_state, result.h):
+        assert x.isfinite().all()
+
+
+def main() -> None:
+    sizes = {"num_heads": 1, "num_value_heads": 2, "device": "cuda", **EVERYTHING}
+    for block_v in BLOCKS:
+        for options in ROLES:
+            check(run_roles(random_arguments(**{"dtype": torch.bfloat16, **sizes, **options}), block_v))
+    whole = random_arguments(2, 130, dtype=torch.bfloat16, **sizes)
+    # Sequence 0 is one piece, sequence 1 is not served: its outputs stay uninitialised.
+    assert run_pieces(whole, 64, [(0, 0, 1), (0, 1, 3)]).o[0].isfinite().all()
+    for dtype, dim in ((torch.bfloat16, 128), (torch.float32, 20)):
+        check(run_portable(random_arguments(**PACKED, **sizes, dtype=dtype, key_dim=dim, value_dim=dim)))
+    for num_tokens, dims in ((1, (128, 128)), (3, (20, 12))):
+        pool = {"pool": [2, -1, 0], "inplace_state": True, "output_final_state": True}
+        arguments = random_recurrent_arguments(
+            3, num_tokens, dims=dims, dtype=torch.bfloat16, device="cuda", gates=("g", "A_log", "dt_bias"), **pool
+        )
+        o, final_state = kernel_recurrent.forward(arguments)
+        assert o.isfinite().all() and final_state.isfinite().all()
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

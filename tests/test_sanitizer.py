@@ -1,0 +1,80 @@
+"""compute-sanitizer over sanitizer_cases.py: no bad access, and no race but those of Triton's own dispatch."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.racecheck import dispatch_lines, foreign_to_dispatch, hazards_of
+
+ROOT = Path(__file__).parents[1]
+ROLES = ROOT / "tilecrew" / "gated_delta_rule" / "kernel_forward_roles.py"
+
+REPORT = """\
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at forward_roles_kernel+0x1a0 in /x/{name}:{entry}
+=========     and Read access at forward_roles_kernel+0x2b0 in /x/{name}:{dispatch} [384 hazards]
+=========
+========= Warning: Race reported between Write access at forward_roles_kernel+0x1a0 in /x/{name}:{entry}
+=========     and Read access at forward_roles_kernel+0x4c0 in /x/{other} [4 hazards]
+=========     and Write access at forward_roles_kernel+0x5c0 in /x/{name}:{entry} [4 hazards]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
+"""
+
+
+def report(other):
+    source = ROLES.read_text().splitlines()
+    entry = source.index("def forward_roles_kernel(") + 1
+    (dispatch,) = (number for number, line in enumerate(source, start=1) if "gl.warp_specialize(" in line)
+    assert {(ROLES.name, entry), (ROLES.name, dispatch)} <= dispatch_lines(ROLES)
+    return REPORT.format(name=ROLES.name, entry=entry, dispatch=dispatch, other=other)
+
+
+@pytest.mark.parametrize("other", [f"{ROLES.name}:1", "tiles.py:185", "unknown"])
+def test_a_race_in_the_kernels_code_is_found(other):
+    first, second = hazards_of(report(other))
+    assert len(first.locations) == 2
+    assert len(second.locations) == 3
+    assert foreign_to_dispatch([first, second], [ROLES]) == [second]
+
+
+@pytest.mark.parametrize(("old", "new"), [("SUMMARY: 2", "SUMMARY: 3"), ("RACECHECK SUMMARY", "")])
+def test_a_report_that_is_not_understood_is_an_error(old, new):
+    with pytest.raises(ValueError, match="read 2 hazards"):
+        hazards_of(report("tiles.py:1").replace(old, new))
+
+
+def sanitize(*options):
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("compute-sanitizer is not on PATH: it comes with CUDA")
+    # Allocations of their own, or an access past a tensor stays inside torch's pool and goes unseen.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [tool, "--target-processes", "application-only", *options, sys.executable, "tests/sanitizer_cases.py"]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
+    if "Device not supported" in run.stdout:
+        pytest.skip("compute-sanitizer does not support this device, or not under this runtime")
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_no_bad_memory_access():
+    run = sanitize("--tool", "memcheck", "--error-exitcode", "9")
+    assert run.returncode == 0, run.stdout
+    assert "ERROR SUMMARY: 0 errors" in run.stdout, run.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_no_race_but_those_of_the_dispatch():
+    run = sanitize("--tool", "racecheck", "--racecheck-report", "analysis", "--print-limit", "1000")
+    assert run.returncode == 0, run.stdout
+    foreign = foreign_to_dispatch(hazards_of(run.stdout), [ROLES])
+    assert not foreign, "\n".join(hazard.text for hazard in foreign)
