@@ -60,8 +60,7 @@ def test_norms_and_gates_inside(num_tokens, normalise, dtype):
     [
         (torch.bfloat16, torch.int32, False),
         (torch.bfloat16, torch.int64, True),
-        (torch.float16, torch.int64, False),
-        (torch.float16, torch.int32, True),
+        (torch.float16, torch.int32, False),
     ],
 )
 def test_packed_sequences_with_nan_in_the_tail(dtype, index_dtype, state_v_first):
@@ -102,9 +101,8 @@ def test_grouped_value_heads(normalise, ratio, block_v, dtype):
     check_roles(problem(2, 200, 3, 3 * ratio, dtype=dtype, use_qk_l2norm=normalise), (block_v,))
 
 
-@pytest.mark.parametrize("block_v", BLOCKS)
-def test_optional_outputs_and_state(block_v):
-    arguments = problem(2, 200)
+def test_optional_outputs_and_state():
+    arguments, block_v = problem(2, 200), 64
     whole = run_roles(arguments, block_v)
     for final_state, h in ((False, False), (True, False), (False, True)):
         part = run_roles(replace(arguments, output_final_state=final_state, output_h=h), block_v)
@@ -204,9 +202,10 @@ def test_strided_inputs(normalise):
         assert_same_bits(run_roles(strided, block_v), run_roles(arguments, block_v))
 
 
-@pytest.mark.parametrize("state_v_first", [False, True])
-@pytest.mark.parametrize("lengths", [None, [300, 1, 200]], ids=["batch", "packed"])
-@pytest.mark.parametrize("block_v", BLOCKS)
+@pytest.mark.parametrize(
+    ("block_v", "lengths", "state_v_first"),
+    [(128, None, False), (128, [300, 1, 200], False), (64, [300, 1, 200], True), (32, None, False)],
+)
 def test_pieces_are_the_whole_bit_for_bit(block_v, lengths, state_v_first):
     """The first sequence cut behind its second chunk; the second piece starts from the state that the first ends in."""
     arguments = problem(1, 300, lengths=lengths, state_v_first=state_v_first)
@@ -216,7 +215,7 @@ def test_pieces_are_the_whole_bit_for_bit(block_v, lengths, state_v_first):
     prefix = {name: getattr(arguments, name)[:, :128] for name in names}
     cu_seqlens = None if lengths is None else torch.tensor([0, 128], dtype=torch.int32, device="cuda")
     initial_state = arguments.initial_state
-    prefix = replace(arguments, **prefix, cu_seqlens=cu_seqlens, initial_state=initial_state[:1], output_h=False)
+    prefix = replace(arguments, **prefix, cu_seqlens=cu_seqlens, initial_state=initial_state[:1])
     state = run_roles(prefix, block_v).final_state
     pieces = [(0, 0, 2), (0, 2, 5), (1, 0, 1), (2, 0, 4)][: 2 if lengths is None else 4]
     states = torch.cat([initial_state[:1], state, initial_state[1:]])
