@@ -50,7 +50,7 @@ def _filled_with_nan(allocate):
     def allocate_nan(*arguments, **options):
         tensor = allocate(*arguments, **options)
         if tensor.is_cuda and tensor.is_floating_point() and not torch.cuda.is_current_stream_capturing():
-            tensor.fill_(float("nan"))
+            tensor.detach().fill_(float("nan"))  # a new parameter may require a gradient already
         return tensor
 
     return allocate_nan

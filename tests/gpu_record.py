@@ -32,7 +32,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 def register(config: pytest.Config) -> None:
     path = config.getoption("--gpu-record")
-    if path is None:
+    if path is None or hasattr(config, "workerinput"):  # pytest-xdist: the controller sees every report
         return
     is_full = config.getoption("markexpr") == "gpu" and not config.getoption("keyword") and not _has_selection(config)
     if not is_full:

@@ -1,11 +1,13 @@
 """Inverse of unit lower triangular 16x16 blocks in registers, one block a warp, in the accumulator layout of mma.sync.
 
 The accumulator of a 16x16 block gives lane l (row r = l / 4, columns c = 2 (l mod 4) and c + 1) eight values:
-    0, 1  top left      [r, c], [r, c+1]           4, 5  top right     [r, 8 + c], [r, 8 + c+1]   (zero: lower
-    triangular) 2, 3  bottom left   [8 + r, c], ...            6, 7  bottom right  [8 + r, 8 + c], ...
-With I + L = [[T, 0], [M, B]] the inverse is [[T^-1, 0], [-B^-1 M T^-1, B^-1]]. T^-1 and B^-1 by forward substitution,
-one rank-1 update a column: X[r, :] -= L[r, j] X[j, :], which leaves rows up to j alone because L is strictly lower.
-Values of other lanes come by warp shuffles: no shared memory, no barrier, float32 throughout.
+    0, 1  top left      [r, c], [r, c + 1]
+    2, 3  bottom left   [8 + r, c], [8 + r, c + 1]
+    4, 5  top right     [r, 8 + c], [r, 8 + c + 1], zero because the block is lower triangular
+    6, 7  bottom right  [8 + r, 8 + c], [8 + r, 8 + c + 1]
+With I + L = [[T, 0], [M, B]] the inverse is [[T^-1, 0], [-B^-1 M T^-1, B^-1]]. T^-1 and B^-1 come by forward
+substitution, one rank-1 update a column: X[r, :] -= L[r, j] X[j, :], which leaves rows up to j alone because L is
+strictly lower. Values of other lanes come by warp shuffles: no shared memory, no barrier, float32 throughout.
 """
 
 from tilecrew.device.compat import gl, gluon

@@ -16,7 +16,7 @@ class ForwardArguments:
     q, k                [B, T, H, K]   queries and keys, any strides in the leading dimensions
     v                   [B, T, HV, V]  values
     g                   [B, T, HV]     natural-log decay (<= 0), or the raw gate `a` where A_log is given; any float
-    dtype beta                [B, T, HV]     write strength, or its logit where use_beta_sigmoid; any float dtype
+    beta                [B, T, HV]     write strength, or its logit where use_beta_sigmoid; any float dtype
     scale               factor on the queries
     initial_state       [N, HV, K, V] ([N, HV, V, K] if state_v_first), float32, contiguous, or None for zeros
     cu_seqlens          [N + 1] int32 or int64 on the device of q (B is 1), or None: every batch row is one sequence

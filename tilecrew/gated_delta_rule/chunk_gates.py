@@ -45,8 +45,9 @@ def prepare_gates(tensors, strides, place, tiles, gates, config: gl.constexpr):
     g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr = tensors
     batch, token, length, value_head = place
     log2_decay_tile, beta_tile = tiles
+    GROUP: gl.constexpr = config.head_group
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    head = value_head + gl.arange(0, config.head_group, gl.SliceLayout(1, layout))
+    head = value_head + gl.arange(0, GROUP, gl.SliceLayout(1, layout))
     position = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     valid = (position < length)[None, :]
     position64 = (token + position).to(gl.int64)[None, :]
@@ -67,9 +68,9 @@ def prepare_gates(tensors, strides, place, tiles, gates, config: gl.constexpr):
     beta = gl.where(valid, beta, 0.0)
     g = gl.associative_scan(g, 1, _add)
     matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    reinterpret(log2_decay_tile, gl.float32, [config.head_group, CHUNK], matrix).store(g)
-    reinterpret(beta_tile, gl.float32, [config.head_group, CHUNK], matrix).store(beta)
-    row = gl.arange(0, config.head_group, gl.SliceLayout(1, layout))[:, None] * (4 * CHUNK) + position[None, :]
+    reinterpret(log2_decay_tile, gl.float32, [GROUP, CHUNK], matrix).store(g)
+    reinterpret(beta_tile, gl.float32, [GROUP, CHUNK], matrix).store(beta)
+    row = gl.arange(0, GROUP, gl.SliceLayout(1, layout))[:, None] * (4 * CHUNK) + position[None, :]
     gl.store(gates + row, g)
     gl.store(gates + row + CHUNK, beta)
 

@@ -5,45 +5,43 @@ state S in registers; nothing but the outputs goes back to global memory. Stages
 
 Computes (equation numbers of README.md), per chunk, with A and the gates from kernel_prepare:
     A  the chunk's inputs are in shared memory
-    B  S published; gamma = e^g; G_ij = 1[i >= j] e^{g_i - g_j}, P = Q K^T, A_g = G o A o beta_j                     (3)
-    C  U = K S, W = V - gamma o U;  Q S;  S <- gamma_C S                                                       (4) (6)
-    (7) D  V_d = A_g W;  P_g = scale G o P                                                                         (5)
-    (3) E  V' = e^{g_C - g} o V_d;  O = scale gamma o (Q S) + P_g V_d                                              (5)
-    (6) F  S <- S + K^T V';  O handed to the store role                                                            (7)
+    B  S published; gamma = e^g; P = Q K^T; G_ij = 1[i >= j] e^{g_i - g_j}; A_g = G o A o beta_j          (3)
+    C  U = K S; W = V - gamma o U; Q S; S <- gamma_C S                                                    (4) (6) (7)
+    D  V_d = A_g W; P_g = scale G o P                                                                     (5) (3)
+    E  V' = e^{g_C - g} o V_d; O = scale gamma o (Q S) + P_g V_d                                          (5) (6)
+    F  S <- S + K^T V'; O handed to the store role                                                        (7)
 
 Roles                 warps  registers  job
-    state (default)     4      the rest  owns S; publishes a copy in the input dtype; decays it; S += K^T V'
-    value               4      144       U, W, V_d, V'
-    output              4      168       P, G, A_g, Q S, P_g, O
-    load_query_key      1      40        TMA of Q and K
-    load_value          1      40        TMA of V
-    load_inverse        1      40        TMA of A and of the gates
-    store               1      40        TMA of O and of S (the optional output h)
+    state (default)     4      160      owns S; publishes a copy in the input dtype; decays it; S += K^T V'
+    value               4      136      U, W, V_d, V'
+    output              4      176      P, G, A_g, Q S, P_g, O
+    load_query_key      1      40       TMA of Q and K
+    load_value          1      40       TMA of V
+    load_inverse        1      40       TMA of A and of the gates
+    store               1      40       TMA of O and of S (the optional output h)
 
-Ring          producers -> consumers                             full by             empty by   bytes x stages (V block
-128)
-    inputs    load_query_key, load_value, load_inverse ->        3 arrivals + TMA    3 roles    57 KiB x 2
-              state, value, output
+Ring            producers -> consumers                  full by            empty by  bytes x stages (V block 128)
+    inputs      load_query_key, load_value,             3 arrivals + TMA   3 roles   57 KiB x 2
+                load_inverse -> state, value, output
 
-Hand-offs        producer -> consumers                  ready: written          free: read, so that it may be written
-again
-    state        state -> value, output (store for h)   S in the input dtype    output: Q S done (store: h stored);
-                                                                                value: implied by state_delta
-    gated_inverse  output -> value                      A_g over A, in place    the ring's empty
-    state_delta  value -> state                         V'                      implied by the next state
-    value_delta  value -> output                        V_d                     implied by the next gated_inverse
-    output       output -> store                        O                       store: O stored
+Hand-offs       producer -> consumers                   ready when written     free when
+    state       state -> value, output (h: store)       S in the input dtype   output: Q S done (store: h stored);
+                                                                               value: implied by state_delta
+    gated_inverse   output -> value                     A_g over A, in place   the ring's empty
+    state_delta     value -> state                      V'                     implied by the next state
+    value_delta     value -> output                     V_d                    implied by the next gated_inverse
+    output          output -> store                     O                      O stored
 
-Timeline         [chunk i]
-    load_*       wait inputs empty -> TMA of the chunk that comes num_stages later
-    state        publish S | gamma_C S | wait state_delta -> S += K^T V'
-    value        wait inputs, state -> U -> W | wait gated_inverse -> V_d -> V' out -> V_d out
-    output       wait inputs -> P, G, A_g out, P_g | wait state -> Q S | wait value_delta -> O -> out
-    store        (wait state -> h) | wait output -> O of chunk i, while the others compute chunk i + 1
+Timeline        [chunk i]
+    load_*      wait inputs empty -> TMA of the chunk that comes num_stages later
+    state       publish S | gamma_C S | wait state_delta -> S += K^T V'
+    value       wait inputs, state -> U -> W | wait gated_inverse -> V_d -> V' out -> V_d out
+    output      wait inputs -> P, G, A_g out | wait state -> Q S, P_g | wait value_delta -> O -> out
+    store       (wait state -> h) | wait output -> O of chunk i, while the others compute chunk i + 1
 
 A chunk that is not full is the last of its sequence: the load roles put zeros over the rows behind its end (they
 belong to a neighbour and may hold NaN), so that the compute roles need no masks; the store role writes the valid rows
-only.
+only. Norms of queries and keys are factors of rows, so Q and K stay in shared memory as they came.
 """
 
 from dataclasses import dataclass
@@ -327,11 +325,14 @@ def output_role(tiles, crew, walk, scale, config: gl.constexpr):
             gamma = gamma * gates.index(3).load(gl.SliceLayout(1, layout))
             row_scale = gates.index(3).load(gl.SliceLayout(1, square))[:, None] * scale
         P = warpgroup_mma_wait(0, deps=(P,))
-        # C: Q S   (6); D: P_g = scale G o P   (3), while it runs
+        # C: Q S   (6); D: P_g = scale G o P   (3), while it runs where the registers hold P and O at once
+        if BV == 128:
+            P_g = gl.convert_layout((P * G * row_scale).to(dtype), operand_layout(layout, 0))
         crew.state.wait(i)
         O = gl.zeros([CHUNK, BV], gl.float32, layout)
         O = warpgroup_mma(query, tiles.state, O, use_acc=False, is_async=True)
-        P_g = gl.convert_layout((P * G * row_scale).to(dtype), operand_layout(layout, 0))
+        if BV < 128:
+            P_g = gl.convert_layout((P * G * row_scale).to(dtype), operand_layout(layout, 0))
         O = warpgroup_mma_wait(0, deps=(O,))
         crew.state.release()
         crew.inputs.release(i)

@@ -1,18 +1,16 @@
 """Everything of a chunk that does not depend on the state: cumulative gates, norms, and the inverse A.
 
 Computes (equation numbers of README.md), per chunk of 64 tokens:
-    g      log decay (from A_log and dt_bias where given), floored at -100, cumulative in the chunk, in powers of two
-     (1) norms  1 / sqrt(sum of squares + 1e-6) of the rows of K and Q, where normalise
-    A      (I + StrictLower(diag(beta) K K^T))^-1, or with the gates inside
-     (2)
+    (1)  g      log decay (from A_log and dt_bias where given), floored at -100, cumulative, in powers of two
+         norms  1 / sqrt(sum of squares + 1e-6) of the rows of K and Q, where normalise
+    (2)  A      (I + StrictLower(diag(beta) K K^T))^-1, or with the gates inside
 
-Programs    one per slot (chunk), query/key head and group of up to 4 of its value heads; 4 warps, no roles.
-Buffers     inverse [slots, HV, 64, 64] in the input dtype; gates [slots, HV, 4, 64] float32, rows: cumulative log2
-decay,
-            beta, inverse norms of the keys, of the queries (the last two only where normalise).
-Timeline    TMA of K (and Q) while the gates are computed | norms | K K^T once (wgmma), kept in shared memory |
-            per value head: 16x16 diagonal blocks inverted in registers, merged by MMA, stored by TMA under the next
-            head
+Programs    one per slot (chunk), query/key head and group of up to 4 of its value heads; 4 warps, no roles
+Buffers     inverse [slots, HV, 64, 64] in the input dtype
+            gates [slots, HV, 4, 64] float32, rows: cumulative log2 decay, beta, inverse norms of the keys, of the
+            queries (the last two only where normalise)
+Timeline    TMA of K (and Q), the gates meanwhile | norms | K K^T once (wgmma), kept in shared memory | per value head:
+            16x16 diagonal blocks inverted in registers, merged by MMA, stored by TMA under the next head's work
 
 Precision. Unit keys and beta <= 2 bound every entry of A by 2 (|A_ij| <= beta_i |k_i| |k_j|, see README.md): the
 operands of the inverse's merges are fp16 then. Keys of other sizes can make A as large as (beta |k|^2 - 1)^63; their
