@@ -1,6 +1,7 @@
 """Random problems and error norms for tests and benchmarks. Truth is float64; errors are relative norms per head."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def random_arguments(
     gate_strength: float = 1.0,
     normalised: bool = True,
     seed: int = 0,
-    **options,
+    **options: Any,
 ) -> ForwardArguments:
     """A fresh random problem. `lengths` makes a packed batch of that many sequences with `tail` unused tokens behind
     them.
@@ -67,7 +68,7 @@ def random_arguments(
 def as_float64(arguments: ForwardArguments, device: torch.device | str | None = None) -> ForwardArguments:
     """The same problem with every floating-point tensor exactly widened to float64 (and moved to `device` where
     given)."""
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, value in vars(arguments).items():
         if isinstance(value, torch.Tensor):
             value = value.to(device) if device is not None else value

@@ -43,9 +43,10 @@ def opaque(x):
 
 @gluon.jit
 def row_groups(tile):
-    """A 16-bit [R, C] tile as a buffer of [8, W] blocks, W = min(C, 64): the pieces of which the swizzled layout consists.
+    """A 16-bit [R, C] tile as a buffer of [8, W] blocks, W = min(C, 64): the pieces of the swizzled layout.
 
-    Block `column_group * R / 8 + row_group` can be indexed at run time, so that a loop over rows needs few registers.
+    Block `column_group * R / 8 + row_group` can be indexed at run time: loops over rows stay loops and need few
+    registers, which the roles that use them do not have.
     """
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
@@ -64,7 +65,7 @@ def zero_rows(tile, first_row):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
     for row_group in range(first_row // 8, ROW_GROUPS):
-        for column_group in gl.static_range(COLUMN_GROUPS):
+        for column_group in range(COLUMN_GROUPS):
             block = blocks.index(column_group * ROW_GROUPS + row_group)
             value = block.load(layout)
             block.store(gl.where(row + row_group * 8 < first_row, value, gl.zeros_like(value)))
@@ -85,7 +86,7 @@ def store_rows(tile, first, ROW_STRIDE: gl.constexpr, num_rows):
     row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     for row_group in range(0, gl.cdiv(num_rows, 8)):
-        for column_group in gl.static_range(COLUMN_GROUPS):
+        for column_group in range(COLUMN_GROUPS):
             value = blocks.index(column_group * ROW_GROUPS + row_group).load(layout)
             pointers = first + row_group * (8 * ROW_STRIDE) + row * ROW_STRIDE + (column + column_group * WIDTH)
             gl.store(pointers, value, mask=row + row_group * 8 < num_rows)
