@@ -14,11 +14,11 @@ Computes (equation numbers of README.md), per chunk, with A and the gates from k
 Roles                 warps  registers  job
     state (default)     4      160      owns S; publishes a copy in the input dtype; decays it; S += K^T V'
     value               4      136      U, W, V_d, V'
-    output              4      176      P, G, A_g, Q S, P_g, O
-    load_query_key      1      40       TMA of Q and K
-    load_value          1      40       TMA of V
-    load_inverse        1      40       TMA of A and of the gates
-    store               1      40       TMA of O and of S (the optional output h)
+    output              4      168      P, G, A_g, Q S, P_g, O
+    load_query_key      1      48       TMA of Q and K
+    load_value          1      48       TMA of V
+    load_inverse        1      48       TMA of A and of the gates
+    store               1      48       TMA of O and of S (the optional output h)
 
 Ring            producers -> consumers                  full by            empty by  bytes x stages (V block 128)
     inputs      load_query_key, load_value,             3 arrivals + TMA   3 roles   57 KiB x 2
@@ -75,7 +75,7 @@ from tilecrew.gated_delta_rule.schedule import Schedule
 
 DIM = gl.constexpr(128)  # K and V
 CHUNK = gl.constexpr(64)
-VALUE_REGISTERS, OUTPUT_REGISTERS, COPY_REGISTERS = gl.constexpr(136), gl.constexpr(176), gl.constexpr(40)
+VALUE_REGISTERS, OUTPUT_REGISTERS, COPY_REGISTERS = gl.constexpr(136), gl.constexpr(168), gl.constexpr(48)
 # Threads x registers at entry, before the roles re-divide them: 16 warps x 32 x 128 = 65,536, all that an SM has.
 ENTRY_REGISTERS = 128
 
