@@ -42,6 +42,9 @@ def decode(arguments: ForwardArguments, **changes):
 
 def assert_matches(arguments, results, truth):
     tolerance = TOLERANCE[arguments.q.dtype]
+    if arguments.q.is_cuda and arguments.q.dtype == torch.float32:
+        # The kernels take differences of cumulative gates, which lose an ulp or two of the largest sum.
+        tolerance = max(tolerance, float(arguments.g.clamp(min=-100).sum(1).abs().max()) * 2**-22)
     assert results[0].dtype == arguments.q.dtype
     assert relative_error(results[0], truth.o) < tolerance
     if arguments.output_final_state:

@@ -17,7 +17,7 @@ Per chunk: store h -> load k, v, q, A_g, P_g, decays -> (4) -> (5) -> (6), store
 final state.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -72,12 +72,12 @@ def make_launches(arguments: ForwardArguments, schedule: Schedule, result: Forwa
     has_tail = arguments.cu_seqlens is not None
     num_programs = (arguments.num_sequences + has_tail) * num_value_heads * -(-config.V // config.BLOCK_V)
     return [
-        KernelLaunch(prepare_kernel, num_slots * num_value_heads, (workspace, result.h, *shared), tuning.prepare_warps),
+        KernelLaunch(prepare_kernel, num_slots * num_value_heads, (workspace, result.h, *shared), NUM_WARPS),
         KernelLaunch(
             forward_kernel,
             num_programs,
             (result.o, workspace, states, *shared),
-            tuning.forward_warps,
+            NUM_WARPS,
             tuning.num_stages,
         ),
     ]
@@ -85,28 +85,28 @@ def make_launches(arguments: ForwardArguments, schedule: Schedule, result: Forwa
 
 @dataclass(frozen=True)
 class Tuning:
-    """The widest block of V, the warps of the two kernels, and how many chunks the forward kernel has in flight."""
+    """The widest block of V, and how many chunks the forward kernel has in flight."""
 
     max_block_v: int
-    prepare_warps: int
-    forward_warps: int
     num_stages: int
 
 
+# Of both kernels. With eight and narrow tiles Triton 3.6 reads past its shared memory on sm_90 (memcheck shows it).
+NUM_WARPS = 4
+
 # (bytes of an element, BLOCK_K) -> Tuning. With these the forward kernel stays below the 99 KB of shared memory of
 # small GPUs, and keeps most of S and of the operands in registers: a float32 operand takes two, one per TF32 part.
-# Eight warps need blocks of 64 columns: below, Triton 3.6 reads past its shared memory on sm_90 (memcheck shows it).
 TUNING = {
-    (2, 16): Tuning(64, 4, 4, 2),
-    (2, 32): Tuning(64, 4, 4, 2),
-    (2, 64): Tuning(64, 4, 4, 2),
-    (2, 128): Tuning(64, 4, 8, 2),
-    (2, 256): Tuning(32, 4, 4, 1),
-    (4, 16): Tuning(32, 4, 4, 1),
-    (4, 32): Tuning(32, 4, 4, 1),
-    (4, 64): Tuning(32, 4, 4, 1),
-    (4, 128): Tuning(16, 4, 4, 1),
-    (4, 256): Tuning(16, 4, 4, 1),
+    (2, 16): Tuning(64, 2),
+    (2, 32): Tuning(64, 2),
+    (2, 64): Tuning(64, 2),
+    (2, 128): Tuning(64, 2),
+    (2, 256): Tuning(32, 1),
+    (4, 16): Tuning(32, 1),
+    (4, 32): Tuning(32, 1),
+    (4, 64): Tuning(32, 1),
+    (4, 128): Tuning(16, 1),
+    (4, 256): Tuning(16, 1),
 }
 
 
@@ -118,8 +118,6 @@ def make_config(arguments: ForwardArguments, schedule: Schedule) -> tuple[Config
     num_bytes = arguments.q.element_size()
     tuning = TUNING[num_bytes, block_k]
     block_v = min(schedule.block_v, tuning.max_block_v)
-    if block_v < 64:
-        tuning = replace(tuning, forward_warps=4)
     config = Config(
         H=num_heads,
         HV=num_value_heads,
