@@ -66,6 +66,8 @@ class GpuRecorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR):
+            return  # what was not run cannot be on record
         passed = len(self._passed - self._failed)
         if torch.cuda.is_available() and passed + len(self._failed) == 0:
             # A machine with a GPU on which nothing ran has tested nothing.
