@@ -1,7 +1,8 @@
 """Reads the report of `compute-sanitizer --tool racecheck` and tells Triton's own dispatch from the kernels' code.
 
 Triton hands each worker warp its next role, and its captured values, through shared memory, ordered by barriers that
-racecheck does not connect: it reports the kernel's entry against the line of `warp_specialize`.
+racecheck does not connect: it reports the kernel's entry, where workers read what to do, against the line of
+`warp_specialize` and against the statement behind it, where the first warp group tells them that all is done.
 """
 
 import ast
@@ -42,7 +43,8 @@ def _location(line: str) -> Location:
 
 
 def dispatch_lines(path: Path) -> set[Location]:
-    """Entries of the functions that call warp_specialize (decorator to def), and the lines of those calls."""
+    """Entries of the functions that call warp_specialize (decorator to def), the lines of those calls, and the first
+    line of the statement behind."""
     lines: set[Location] = set()
     for function in ast.walk(ast.parse(path.read_text())):
         if not isinstance(function, ast.FunctionDef):
@@ -51,6 +53,8 @@ def dispatch_lines(path: Path) -> set[Location]:
             if isinstance(call, ast.Call) and getattr(call.func, "attr", None) == "warp_specialize":
                 entry = range(min(d.lineno for d in function.decorator_list), function.lineno + 1)
                 lines.update((path.name, line) for line in (*entry, *range(call.lineno, call.end_lineno + 1)))
+                behind = [statement.lineno for statement in function.body if statement.lineno > call.end_lineno]
+                lines.update((path.name, line) for line in behind[:1])
     return lines
 
 

@@ -12,8 +12,8 @@ class Hardware:
     """The facts that schedules depend on.
 
     device_type            torch's name of the device type: "cpu", "cuda", "xpu", ...
-    backend                what the device's kernels are compiled for: "cpu", "cuda" (NVIDIA), "hip" (AMD), else
-    device_type capability             compute capability (major, minor) on "cuda", else (0, 0)
+    backend                what kernels are compiled for: "cpu", "cuda" (NVIDIA), "hip" (AMD), else the device type
+    capability             compute capability (major, minor) on "cuda", else (0, 0)
     num_sms                streaming multiprocessors (compute units on AMD), 0 where torch does not tell
     shared_memory_bytes    largest shared memory of one thread block, 0 where torch does not tell
     name                   the vendor's name of the device

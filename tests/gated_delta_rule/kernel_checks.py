@@ -31,28 +31,42 @@ def check_portable(arguments: ForwardArguments) -> None:
     actual = run_portable(arguments)
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments, "cpu"))
     yardstick = chunk_in_input_dtype(arguments)
-    dtype = arguments.q.dtype
-    assert_within(actual.o, expected.o, yardstick.o, 2, dtype, "o")
+    dtype, rounding = arguments.q.dtype, gate_rounding(arguments)
+    assert_within(actual.o, expected.o, yardstick.o, 2, dtype, "o", rounding)
     assert actual.o.dtype == dtype
     assert (actual.final_state is None) == (expected.final_state is None)
     assert (actual.h is None) == (expected.h is None)
     if actual.final_state is not None:
         assert actual.final_state.dtype == torch.float32
-        assert_within(actual.final_state, expected.final_state, yardstick.final_state, 1, dtype, "final_state")
+        assert_within(
+            actual.final_state, expected.final_state, yardstick.final_state, 1, dtype, "final_state", rounding
+        )
     if actual.h is not None:
         assert actual.h.dtype == dtype
-        assert_within(actual.h, expected.h, yardstick.h, 2, dtype, "h")
+        assert_within(actual.h, expected.h, yardstick.h, 2, dtype, "h", rounding)
     if arguments.cu_seqlens is not None:
         assert not actual.o[:, int(arguments.cu_seqlens[-1]) :].any()
 
 
-def assert_within(actual, expected, yardstick, head_dim: int, dtype: torch.dtype, name: str) -> None:
-    """The rule of this module's docstring; NaN fails it."""
+def gate_rounding(arguments: ForwardArguments) -> float:
+    """In float32 an ulp of the largest cumulative gate of a chunk, of which the kernels take differences; else 0."""
+    num_tokens = arguments.q.shape[1]
+    if arguments.q.dtype != torch.float32 or num_tokens == 0:
+        return 0.0
+    sums = torch.nn.functional.pad(apply_gates(arguments).g.nan_to_num().double().abs().cumsum(1), (0, 0, 1, 0))
+    size = min(arguments.chunk_size, num_tokens)
+    return float((sums[:, size:] - sums[:, :-size]).max()) * 2**-23
+
+
+def assert_within(
+    actual, expected, yardstick, head_dim: int, dtype: torch.dtype, name: str, rounding: float = 0.0
+) -> None:
+    """The rule of this module's docstring, with an error of `rounding` allowed besides; NaN fails it."""
     if expected.numel() == 0:
         assert actual.shape == expected.shape
         return
     error = relative_error(actual, expected, head_dim)
-    bound = 2 * relative_error(yardstick, expected, head_dim) + FLOOR[dtype]
+    bound = 2 * relative_error(yardstick, expected, head_dim) + FLOOR[dtype] + rounding
     assert error <= bound, f"{name}: relative error {error:.3g}, allowed {bound:.3g}"
 
 

@@ -13,7 +13,9 @@ from tests.gated_delta_rule.kernel_checks import (
     with_nan_tail,
     with_strided_inputs,
 )
-from tilecrew.gated_delta_rule.schedule import Schedule
+from tilecrew._hardware import Hardware
+from tilecrew.gated_delta_rule.operators import problem_of
+from tilecrew.gated_delta_rule.schedule import pick
 from tilecrew.testing import random_arguments
 
 EVERYTHING = {"with_initial_state": True, "output_final_state": True, "output_h": True}
@@ -40,7 +42,8 @@ def test_compiles_into_shared_memory(dtype, dim, capability, kilobytes):
 
     arguments = random_arguments(lengths=[60, 70], key_dim=dim, value_dim=dim, dtype=dtype, **EVERYTHING)
     result = kernel_portable.empty_result(arguments)
-    schedule = Schedule("portable", 32 if dtype == torch.float32 else 64, 64, "test")
+    hardware = Hardware("cuda", "cuda", divmod(capability, 10), shared_memory_bytes=kilobytes * 1024)
+    schedule = pick(problem_of(arguments, requires_gradient=False), hardware, "portable")
     for launch in kernel_portable.make_launches(arguments, schedule, result):
         resources = aot.resources(aot.compile_launch(launch, GPUTarget("cuda", capability, 32)))
         assert resources.shared_memory_bytes <= kilobytes * 1024

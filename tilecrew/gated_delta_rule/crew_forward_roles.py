@@ -77,7 +77,7 @@ class Tiles:
 class Crew:
     """The ring and the hand-offs by which the roles of one CTA work together (tables in kernel_forward_roles).
 
-    key_tail, value_tail: one arrival each, used once: a partial chunk's keys and values have landed.
+    key_tail: one arrival, used once: the keys of a partial chunk have landed.
     """
 
     inputs: Ring
@@ -87,13 +87,12 @@ class Crew:
     state_delta: Signal
     output: Handoff
     key_tail: gl.shared_memory_descriptor
-    value_tail: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, inputs, gated_inverse, state, value_delta, state_delta, output, key_tail, value_tail):
+    def __init__(self, inputs, gated_inverse, state, value_delta, state_delta, output, key_tail):
         self.inputs, self.gated_inverse, self.state = inputs, gated_inverse, state
         self.value_delta, self.state_delta, self.output = value_delta, state_delta, output
-        self.key_tail, self.value_tail = key_tail, value_tail
+        self.key_tail = key_tail
 
     @gluon.jit
     def create(config: gl.constexpr):
@@ -101,9 +100,8 @@ class Crew:
         NUM_LOAD_ROLES: gl.constexpr = 3  # query_key, value, inverse
         NUM_COMPUTE_ROLES: gl.constexpr = 3  # state, value, output
         NUM_STATE_READERS: gl.constexpr = 2 if config.store_h else 1  # output, and the store role for h
-        tails = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for tail in gl.static_range(2):
-            mbarrier.init(tails.index(tail), count=1)
+        key_tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(key_tail, count=1)
         return Crew(
             Ring.create(NUM_STAGES, NUM_LOAD_ROLES, NUM_COMPUTE_ROLES),
             Signal.create(),
@@ -111,6 +109,5 @@ class Crew:
             Signal.create(),
             Signal.create(),
             Handoff.create(1),
-            tails.index(0),
-            tails.index(1),
+            key_tail,
         )

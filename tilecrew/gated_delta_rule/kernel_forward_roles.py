@@ -39,9 +39,10 @@ Timeline        [chunk i]
     output      wait inputs -> P, G, A_g out | wait state -> Q S, P_g | wait value_delta -> O -> out
     store       (wait state -> h) | wait output -> O of chunk i, while the others compute chunk i + 1
 
-A chunk that is not full is the last of its sequence: the load roles put zeros over the rows behind its end (they
-belong to a neighbour and may hold NaN), so that the compute roles need no masks; the store role writes the valid rows
-only. Norms of queries and keys are factors of rows, so Q and K stay in shared memory as they came.
+A chunk that is not full is the last of its sequence. What follows belongs to a neighbour and may hold NaN: the load
+role puts zeros over those rows of K (the product K^T V' would meet them, and NaN times 0 is NaN), the value role takes
+zeros for values with beta = 0, which those are, and the store role writes the valid rows of O only. Norms of queries
+and keys are factors of rows, so Q and K stay in shared memory as they came.
 """
 
 from dataclasses import dataclass
@@ -274,11 +275,13 @@ def value_role(tiles, crew, walk, config: gl.constexpr):
             key_norm = gates.index(2).load(row)
             gamma = gamma * key_norm
             to_end = to_end * key_norm
+        written = gates.index(1).load(row) != 0.0  # a value with beta = 0 counts for nothing: so those behind the end
         # C: U = K S;  W = V - gamma o U   (4)
         crew.state.wait(i)
         U = gl.zeros([CHUNK, BV], gl.float32, layout)
         U = warpgroup_mma(tiles.key_matrix(stage), tiles.state, U, use_acc=False, is_async=True)
         V = tiles.value_matrix(stage, BV).load(layout).to(gl.float32)
+        V = gl.where(written[:, None], V, 0.0)
         U = warpgroup_mma_wait(0, deps=(U,))
         tiles.residual.store((V - gamma[:, None] * U).to(dtype))
         fence_async_shared()
@@ -374,15 +377,7 @@ def load_value_role(tiles, crew, walk, v_desc, config: gl.constexpr):
         full = crew.inputs.acquire(i)
         stage = crew.inputs.stage(i)
         coordinates = [walk.batch, walk.token(i), walk.head, walk.value_offset]
-        if walk.tokens_left(i) < CHUNK:
-            load_tile(v_desc, coordinates, crew.value_tail, tiles.value.index(stage))
-            mbarrier.wait(crew.value_tail, 0)
-            zero_rows(tiles.value_matrix(stage, config.block_v), walk.tokens_left(i))
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(full, count=1)
-        else:
-            load_tile(v_desc, coordinates, full, tiles.value.index(stage))
+        load_tile(v_desc, coordinates, full, tiles.value.index(stage))
 
 
 @gluon.jit

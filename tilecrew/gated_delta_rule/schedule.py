@@ -23,6 +23,8 @@ MAX_KERNEL_DIM = 256
 HALF_DTYPES = ("bfloat16", "float16")
 KERNEL_DTYPES = (*HALF_DTYPES, "float32")
 
+PORTABLE_WIDE_KEYS_BYTES = 106 * 1024  # of shared memory: 64 values a block at K > 128
+
 ROLES_DIM = 128
 ROLES_CHUNK_SIZE = 64
 ROLES_MAX_GATES = 2**31
@@ -147,19 +149,21 @@ def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason:
         reason = f"{reason}; {num_ctas} CTAs of {block_v} values on {hardware.num_sms} SMs"
         return Schedule(implementation, block_v, ROLES_CHUNK_SIZE, reason)
     if implementation == "portable":
-        return Schedule(implementation, _portable_block_v(problem), problem.chunk_size, reason)
+        return Schedule(implementation, _portable_block_v(problem, hardware), problem.chunk_size, reason)
     return Schedule(implementation, problem.value_dim, problem.chunk_size, reason)
 
 
-def _portable_block_v(problem: Problem) -> int:
-    """64 values at K <= 128 of 2 bytes, 32 at K <= 64 of 4 bytes, half of that beyond.
+def _portable_block_v(problem: Problem, hardware: Hardware) -> int:
+    """64 values of 2 bytes, 32 of 4 bytes; half of that where a block's operands and float32 state need more.
 
-    So a block's operands and float32 state fit in registers and in the 99 KB of shared memory that the smallest of
-    these GPUs have.
+    That is at K > 64 with 4 bytes (registers), and at K > 128 with 2 bytes where a block may have less than the 106 KB
+    of shared memory that 64 values take there (the smallest of these GPUs have 99). Where there is enough, 32 values
+    would be wrong: Triton 3.6 then reads past its shared memory on sm_90.
     """
-    widest, small_key_dim = (64, 128) if problem.dtype in HALF_DTYPES else (32, 64)
-    if problem.key_dim > small_key_dim:
-        widest //= 2
+    if problem.dtype in HALF_DTYPES:
+        widest = 64 if problem.key_dim <= 128 or hardware.shared_memory_bytes >= PORTABLE_WIDE_KEYS_BYTES else 32
+    else:
+        widest = 32 if problem.key_dim <= 64 else 16
     block_v = 16
     while block_v < min(widest, problem.value_dim):
         block_v *= 2
