@@ -8,6 +8,7 @@ import re
 import warnings
 
 import pytest
+import torch
 
 from tests import gpu_record
 
@@ -49,11 +50,8 @@ def test_the_hash_is_that_of_the_documented_command(monkeypatch):
 
 
 CONFTEST = """
-import torch
 from tests import gpu_record
 
-torch.cuda.is_available = lambda: True
-torch.cuda.get_device_name = lambda: "a device"
 pytest_addoption = gpu_record.add_option
 pytest_configure = gpu_record.register
 """
@@ -76,6 +74,8 @@ def test_on_the_cpu(): assert False
 @pytest.fixture
 def project(pytester, monkeypatch):
     monkeypatch.setattr(gpu_record, "ROOT", pytester.path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
     pytester.makeini("[pytest]\nmarkers =\n    gpu: needs a GPU\n")
     pytester.makeconftest(CONFTEST)
     return pytester
