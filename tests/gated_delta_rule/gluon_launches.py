@@ -13,6 +13,7 @@ import torch
 import triton
 
 from tilecrew.device import aot
+from tilecrew.device.launch import Launch
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_prepare
 from tilecrew.testing import random_arguments
 
@@ -66,7 +67,7 @@ def arguments_of(num_value_heads, dtype, options):
     return random_arguments(1, 130, 3, num_value_heads, dtype=dtype, **options)
 
 
-def make_launch(name: str) -> aot.Launch:
+def make_launch(name: str) -> Launch:
     kernel, configuration = name.split(": ")
     if kernel == "prepare":
         arguments = arguments_of(*PREPARE[configuration])

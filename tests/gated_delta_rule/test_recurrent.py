@@ -43,7 +43,7 @@ def test_compiles_to_16_byte_accesses_of_the_state_without_spills(capability, st
     launch = kernel_recurrent.make_launch(arguments, torch.empty_like(arguments.v), arguments.initial_state)
     compiled = aot.compile_launch(launch, GPUTarget("cuda", capability, 32))
     config = launch.args[-1]
-    num_accesses = config.BLOCK_K * config.BLOCK_V // (launch.num_warps * 32 * 4)
+    num_accesses = config.BLOCK_K * config.BLOCK_V // (launch.options["num_warps"] * 32 * 4)
     assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"])) >= num_accesses
     assert len(re.findall(r"st\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"])) == num_accesses
     assert aot.resources(compiled).stack_bytes == 0

@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import triton
 from triton import knobs
@@ -18,22 +17,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tilecrew.device.compat import GluonASTSource
+from tilecrew.device.launch import Launch
 
 SM90 = GPUTarget("cuda", 90, 32)
 SM120 = GPUTarget("cuda", 120, 32)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch: `kernel[grid](*args, **options)`."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple
-    options: dict[str, int]
-
-    def run(self) -> None:
-        self.kernel[self.grid](*self.args, **self.options)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ BLOCK_COLUMNS = gl.constexpr(8)
 
 
 @gluon.jit
-def state_pointer(states, state_idx, walk, NUM_VALUE_HEADS: gl.constexpr, V_FIRST: gl.constexpr):
+def state_pointer(states, state_idx, walk, config: gl.constexpr):
     """First element of this head's and V block's part of state number state_idx, in either state layout."""
-    first = (state_idx * NUM_VALUE_HEADS + walk.head).to(gl.int64) * (DIM * DIM)
-    return states + first + walk.value_offset * (DIM if V_FIRST else 1)
+    first = (state_idx * config.num_value_heads + walk.head).to(gl.int64) * (DIM * DIM)
+    return states + first + walk.value_offset * (DIM if config.state_v_first else 1)
 
 
 @gluon.jit

@@ -46,10 +46,10 @@ and keys are factors of rows, so Q and K stay in shared memory as they came.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from tilecrew.device.aot import Launch
 from tilecrew.device.compat import (
     TensorDescriptor,
     barrier,
@@ -63,6 +63,7 @@ from tilecrew.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, operand_layout, row_tile_layout, tile_layout
 from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, zero_rows
 from tilecrew.gated_delta_rule import kernel_prepare
@@ -79,6 +80,16 @@ CHUNK = gl.constexpr(64)
 VALUE_REGISTERS, OUTPUT_REGISTERS, COPY_REGISTERS = gl.constexpr(136), gl.constexpr(168), gl.constexpr(48)
 # Threads x registers at entry, before the roles re-divide them: 16 warps x 32 x 128 = 65,536, all that an SM has.
 ENTRY_REGISTERS = 128
+
+
+class Pointers(NamedTuple):
+    """Tensors that the kernel reads or writes by pointer; None where the config says that they are absent."""
+
+    output: Any
+    initial_state: Any
+    final_state: Any
+    cu_seqlens: Any
+    pieces: Any
 
 
 @dataclass(frozen=True)
@@ -165,19 +176,13 @@ def launch(
         TensorDescriptor.from_tensor(prepared.gates.view(-1, 64), [4, 64], row_tile_layout()),
         token_descriptor(result.o, block_v),
         TensorDescriptor.from_tensor(h.view(-1, 128), tile, tile_layout(tile, dtype)),
-        (
-            result.o,
-            arguments.initial_state,
-            result.final_state,
-            arguments.cu_seqlens,
-            pieces,
-        ),
+        Pointers(result.o, arguments.initial_state, result.final_state, arguments.cu_seqlens, pieces),
         arguments.scale,
         config,
     )
     num_pieces = arguments.num_sequences if pieces is None else pieces.shape[0]
-    grid = (num_pieces * num_value_heads * (128 // block_v),)
-    return Launch(forward_roles_kernel, grid, args, {"num_warps": 4, "maxnreg": ENTRY_REGISTERS})
+    num_programs = num_pieces * num_value_heads * (128 // block_v)
+    return Launch(forward_roles_kernel, num_programs, args, {"num_warps": 4, "maxnreg": ENTRY_REGISTERS})
 
 
 @gluon.jit
@@ -189,7 +194,7 @@ def forward_roles_kernel(
     gates_desc,
     o_desc,
     h_desc,
-    tensors,
+    pointers,
     scale,
     config: gl.constexpr,
     num_warps: gl.constexpr,
@@ -198,8 +203,8 @@ def forward_roles_kernel(
     num_tokens = opaque(q_desc.shape[1])
     walk = ChunkWalk.create(
         num_tokens,
-        tensors[3],
-        tensors[4],
+        pointers.cu_seqlens,
+        pointers.pieces,
         config.num_value_heads,
         DIM // BV,
         BV,
@@ -208,13 +213,13 @@ def forward_roles_kernel(
     )
     TOKEN_STRIDE: gl.constexpr = config.num_value_heads * DIM
     first_token = walk.batch.to(gl.int64) * num_tokens + walk.token_start
-    output_pointer = tensors[0] + first_token * TOKEN_STRIDE + walk.head * DIM + walk.value_offset
+    output_pointer = pointers.output + first_token * TOKEN_STRIDE + walk.head * DIM + walk.value_offset
     tiles = Tiles.create(q_desc, k_desc, v_desc, inverse_desc, gates_desc, config)
     crew = Crew.create(config)
     # S is loaded and stored out here, where this warp group still has the registers of those that wait.
     S = gl.zeros([DIM, BV], gl.float32, accumulator_layout(BV))
     if config.has_initial_state:
-        first = state_pointer(tensors[1], walk.piece, walk, config.num_value_heads, config.state_v_first)
+        first = state_pointer(pointers.initial_state, walk.piece, walk, config)
         S = load_state(first, BV, config.state_v_first)
     results = gl.warp_specialize(
         [
@@ -231,7 +236,7 @@ def forward_roles_kernel(
     )
     if config.store_final_state:
         if walk.ends_sequence == 1:
-            first = state_pointer(tensors[2], walk.sequence, walk, config.num_value_heads, config.state_v_first)
+            first = state_pointer(pointers.final_state, walk.sequence, walk, config)
             store_state(results[0], first, config.state_v_first)
 
 

@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tilecrew.device.launch import Launch
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
-from tilecrew.gated_delta_rule.kernel_launch import KernelLaunch, leading_strides
 from tilecrew.gated_delta_rule.kernel_portable_prepare import (
     Config,
     Inputs,
@@ -35,6 +35,7 @@ from tilecrew.gated_delta_rule.kernel_portable_prepare import (
     prepare_kernel,
     scaled_rows,
 )
+from tilecrew.gated_delta_rule.kernel_strides import leading_strides
 from tilecrew.gated_delta_rule.schedule import Schedule
 
 
@@ -56,7 +57,7 @@ def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
     return result
 
 
-def make_launches(arguments: ForwardArguments, schedule: Schedule, result: ForwardResult) -> list[KernelLaunch]:
+def make_launches(arguments: ForwardArguments, schedule: Schedule, result: ForwardResult) -> list[Launch]:
     """The launches that fill the result, in order."""
     config, tuning = make_config(arguments, schedule)
     shared = (*_shared_arguments(arguments), config)
@@ -72,13 +73,17 @@ def make_launches(arguments: ForwardArguments, schedule: Schedule, result: Forwa
     has_tail = arguments.cu_seqlens is not None
     num_programs = (arguments.num_sequences + has_tail) * num_value_heads * -(-config.V // config.BLOCK_V)
     return [
-        KernelLaunch(prepare_kernel, num_slots * num_value_heads, (workspace, result.h, *shared), NUM_WARPS),
-        KernelLaunch(
+        Launch(
+            prepare_kernel,
+            num_slots * num_value_heads,
+            (workspace, result.h, *shared),
+            {"num_warps": NUM_WARPS, "num_stages": 1},
+        ),
+        Launch(
             forward_kernel,
             num_programs,
             (result.o, workspace, states, *shared),
-            NUM_WARPS,
-            tuning.num_stages,
+            {"num_warps": NUM_WARPS, "num_stages": tuning.num_stages},
         ),
     ]
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from tilecrew.gated_delta_rule.kernel_gates import L2NORM_EPS, MINIMUM_LOG_DECAY, log_decay, write_strength
-from tilecrew.gated_delta_rule.kernel_launch import offset_of
+from tilecrew.gated_delta_rule.kernel_strides import offset_of
 
 
 class Inputs(NamedTuple):

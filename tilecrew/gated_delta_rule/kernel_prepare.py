@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tilecrew.device.aot import Launch
 from tilecrew.device.compat import (
     TensorDescriptor,
     barrier,
@@ -40,6 +39,7 @@ from tilecrew.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
 from tilecrew.device.tiles import matrix_view
 from tilecrew.device.triangular import invert_diagonal_blocks
@@ -135,8 +135,8 @@ def launch(arguments: ForwardArguments, prepared: Prepared, o: torch.Tensor) -> 
         arguments.num_sequences,
         config,
     )
-    grid = (arguments.num_slots * (num_value_heads // head_group),)
-    return Launch(prepare_kernel, grid, args, {"num_warps": 4})
+    num_programs = arguments.num_slots * (num_value_heads // head_group)
+    return Launch(prepare_kernel, num_programs, args, {"num_warps": 4})
 
 
 @gluon.jit(do_not_specialize=["num_sequences"])

@@ -24,8 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tilecrew.device.launch import Launch
 from tilecrew.gated_delta_rule.kernel_gates import L2NORM_EPS, floored, log_decay, write_strength
-from tilecrew.gated_delta_rule.kernel_launch import KernelLaunch, leading_strides, offset_of
+from tilecrew.gated_delta_rule.kernel_strides import leading_strides, offset_of
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 
 
@@ -94,14 +95,13 @@ def forward(arguments: RecurrentArguments) -> tuple[torch.Tensor, torch.Tensor |
     return o, final_state
 
 
-def make_launch(arguments: RecurrentArguments, o: torch.Tensor, final_state: torch.Tensor | None) -> KernelLaunch:
+def make_launch(arguments: RecurrentArguments, o: torch.Tensor, final_state: torch.Tensor | None) -> Launch:
     """The launch that fills o and final_state."""
     config, num_warps = make_config(arguments)
     has_tail = arguments.cu_seqlens is not None
     num_programs = (arguments.num_sequences + has_tail) * config.HV * -(-config.V // config.BLOCK_V)
-    return KernelLaunch(
-        recurrent_kernel, num_programs, (*_kernel_arguments(arguments, o, final_state), config), num_warps
-    )
+    args = (*_kernel_arguments(arguments, o, final_state), config)
+    return Launch(recurrent_kernel, num_programs, args, {"num_warps": num_warps, "num_stages": 1})
 
 
 def make_config(arguments: RecurrentArguments) -> tuple[Config, int]:

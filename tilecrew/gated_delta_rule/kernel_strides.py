@@ -1,30 +1,8 @@
-"""What the kernels in plain Triton share: a launch, and how a row of a strided input is found."""
-
-from typing import Any, NamedTuple
+"""How the kernels in plain Triton find a row of a strided input."""
 
 import torch
 import triton
 import triton.language as tl
-
-
-class KernelLaunch(NamedTuple):
-    """kernel[(num_programs,)](*args, num_warps=..., num_stages=...); only grid.x reaches past 65535."""
-
-    kernel: Any
-    num_programs: int
-    args: tuple
-    num_warps: int
-    num_stages: int = 1
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
-    def run(self) -> None:
-        """Launches; an empty grid, which CUDA refuses, launches nothing."""
-        if self.num_programs > 0:
-            grid = (self.num_programs,)
-            self.kernel[grid](*self.args, **self.options)
 
 
 def leading_strides(x: torch.Tensor | None) -> tuple[int, int, int]:
