@@ -38,21 +38,19 @@ class Signal:
 
 @aggregate
 class Handoff:
-    ready: gl.shared_memory_descriptor
+    signal: Signal
     free: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, ready, free):
-        self.ready = ready
+    def __init__(self, signal, free):
+        self.signal = signal
         self.free = free
 
     @gluon.jit
     def create(num_consumers: gl.constexpr):
-        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(ready, count=1)
         mbarrier.init(free, count=num_consumers)
-        return Handoff(ready, free)
+        return Handoff(Signal.create(), free)
 
     @gluon.jit
     def acquire(self, step):
@@ -61,15 +59,11 @@ class Handoff:
 
     @gluon.jit
     def publish(self):
-        """Producer, after its ordinary stores: shows them to MMA and TMA (the asynchronous proxy), then signals."""
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(self.ready, count=1)
+        self.signal.publish()
 
     @gluon.jit
     def wait(self, step):
-        """Consumer: waits until the tile of this step is written."""
-        mbarrier.wait(self.ready, step & 1)
+        self.signal.wait(step)
 
     @gluon.jit
     def release(self):
