@@ -1,5 +1,8 @@
 """What every test gets: skips that say what is missing, a seed, NaN in uninitialised GPU memory; and the GPU record."""
 
+import os
+import time
+
 import pytest
 import torch
 
@@ -23,6 +26,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {num_devices}"))
     # Slow GPU tests first: where tests run in parallel, the others fill the time meanwhile.
     items.sort(key=lambda item: not (item.get_closest_marker("gpu") and item.get_closest_marker("slow")))
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """An illegal access ends the CUDA context of its process: every later GPU test would fail, and hide which it was.
+
+    Under pytest-xdist the worker ends and is replaced, at the price of one more test; else the run ends.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            time.sleep(0.5)  # the report of this test is on its way to the controller
+            os._exit(3)
+        pytest.exit(f"the CUDA context is lost after {nodeid}: {error}", returncode=3)
 
 
 @pytest.fixture(autouse=True)
