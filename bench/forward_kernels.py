@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python bench/forward_kernels.py --json bench/results/forward_kernels.json
 
-Per problem, V block and kind of keys (unit keys from the caller, or norms inside the kernel): milliseconds of a captured
-graph, median with the L2 cache flushed between repeats. A configuration whose error against the float64 recurrence on a
-smaller problem of the same heads is too large gets no time.
+Per problem, V block and kind of keys (unit keys from the caller, or norms inside the kernel): milliseconds of a
+captured graph, median with the L2 cache flushed between repeats. A configuration whose error against the float64
+recurrence, on a smaller problem with the same heads, is too large gets no time.
 """
 
 import argparse
