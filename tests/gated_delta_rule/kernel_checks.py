@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import torch
 
+from tilecrew._hardware import Hardware, hardware_of
 from tilecrew.gated_delta_rule import recurrent, reference
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.gates import apply_gates
+from tilecrew.gated_delta_rule.operators import problem_of
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
-from tilecrew.gated_delta_rule.schedule import Schedule
+from tilecrew.gated_delta_rule.schedule import pick
 from tilecrew.testing import as_float64, relative_error
 
 FLOOR = {torch.float32: 1e-6, torch.float16: 5e-5, torch.bfloat16: 4e-4}
@@ -21,9 +23,11 @@ FLOOR = {torch.float32: 1e-6, torch.float16: 5e-5, torch.bfloat16: 4e-4}
 def run_portable(arguments: ForwardArguments) -> ForwardResult:
     from tilecrew.gated_delta_rule import kernel_portable
 
-    widest = 32 if arguments.q.dtype == torch.float32 else 64
-    block_v = min(widest, max(16, 1 << (arguments.v.shape[-1] - 1).bit_length()))
-    return kernel_portable.forward(arguments, Schedule("portable", block_v, arguments.chunk_size, "test"))
+    # Under the interpreter, on the CPU, the tiles of a GPU without much shared memory.
+    small = Hardware("cuda", "cuda", (8, 9), shared_memory_bytes=99 * 1024)
+    hardware = hardware_of(arguments.q.device) if arguments.q.is_cuda else small
+    schedule = pick(problem_of(arguments, requires_gradient=False), hardware, "portable")
+    return kernel_portable.forward(arguments, schedule)
 
 
 def check_portable(arguments: ForwardArguments) -> None:

@@ -52,6 +52,15 @@ def test_compiles_into_shared_memory(dtype, dim, capability, kilobytes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(16, 128), (64, 16), (128, 16), (128, 32), (256, 16), (256, 40)])
+def test_head_sizes_of_keys_and_values(dims, dtype):
+    """Narrow blocks of V beside wide keys: where Triton 3.6 has read past its shared memory."""
+    check_portable(random_arguments(2, 200, 2, 4, *dims, dtype=dtype, device="cuda", **EVERYTHING))
+    check_portable(random_arguments(1, 70, 1, 1, *dims, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 20, 64, 96, 128, 256])
 def test_head_sizes(dim, dtype):
     check_portable(random_arguments(2, 200, 2, 4, dim, dim, dtype=dtype, device="cuda", **EVERYTHING))

@@ -134,6 +134,7 @@ def test_without_triton_torch_serves():
         (128, 128, "bfloat16", A100, 64),
         (129, 128, "bfloat16", A100, 64),
         (129, 128, "bfloat16", RTX_5090, 32),
+        (256, 8, "bfloat16", A100, 64),
         (64, 128, "float32", A100, 32),
         (128, 128, "float32", A100, 16),
         (128, 20, "float16", A100, 32),

@@ -154,16 +154,15 @@ def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason:
 
 
 def _portable_block_v(problem: Problem, hardware: Hardware) -> int:
-    """64 values of 2 bytes, 32 of 4 bytes; half of that where a block's operands and float32 state need more.
+    """As many values as V has, up to 64 of 2 bytes and 32 of 4 bytes; half of that where a block needs more room.
 
     That is at K > 64 with 4 bytes (registers), and at K > 128 with 2 bytes where a block may have less than the 106 KB
-    of shared memory that 64 values take there (the smallest of these GPUs have 99). Where there is enough, 32 values
-    would be wrong: Triton 3.6 then reads past its shared memory on sm_90.
+    of shared memory that 64 values take there (the smallest of these GPUs have 99). At K > 128 with 2 bytes blocks are
+    no narrower than that, however small V is: Triton 3.6 then reads past its shared memory on sm_90.
     """
-    if problem.dtype in HALF_DTYPES:
-        widest = 64 if problem.key_dim <= 128 or hardware.shared_memory_bytes >= PORTABLE_WIDE_KEYS_BYTES else 32
-    else:
-        widest = 32 if problem.key_dim <= 64 else 16
+    if problem.dtype in HALF_DTYPES and problem.key_dim > 128:
+        return 64 if hardware.shared_memory_bytes >= PORTABLE_WIDE_KEYS_BYTES else 32
+    widest = 64 if problem.dtype in HALF_DTYPES else 32 if problem.key_dim <= 64 else 16
     block_v = 16
     while block_v < min(widest, problem.value_dim):
         block_v *= 2
