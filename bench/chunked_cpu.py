@@ -155,7 +155,7 @@ def memory_growth_in_mib(case: Case, implementation: str) -> float:
 
 def measure_memory(case_index: int, implementation: str) -> float:
     command = [sys.executable, __file__, "--memory-of", str(case_index), implementation]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout.split()[-1])
 
 
 def measure(case_index: int, repeats: int) -> dict[str, object]:

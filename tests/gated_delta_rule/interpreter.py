@@ -15,7 +15,9 @@ def run_interpreted(file: str) -> None:
     path = Path(__file__).parent / file
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=path.parents[2])
+    child = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, cwd=path.parents[2], timeout=900
+    )
     assert child.returncode == 0, f"{' '.join(command)}\n{child.stdout}\n{child.stderr}"
 
 

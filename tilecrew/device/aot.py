@@ -20,7 +20,6 @@ from tilecrew.device.compat import GluonASTSource
 from tilecrew.device.launch import Launch
 
 SM90 = GPUTarget("cuda", 90, 32)
-SM120 = GPUTarget("cuda", 120, 32)
 
 
 @dataclass(frozen=True)
@@ -74,4 +73,4 @@ def resources(compiled) -> Resources:
 
 
 def _run(tool: Path, *arguments: str) -> str:
-    return subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=True, timeout=120).stdout

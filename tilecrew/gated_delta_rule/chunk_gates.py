@@ -2,9 +2,8 @@
 
 from tilecrew.device.compat import gl, gluon, reinterpret
 from tilecrew.device.tiles import LOG2_E, exp2
+from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, GATE_ROWS
 
-CHUNK = gl.constexpr(64)
-DIM = gl.constexpr(128)
 MINIMUM_LOG_DECAY = gl.constexpr(
     -100.0
 )  # e^-100 is 0 in float32; a lower floor would cost the cumulative sum precision
@@ -70,7 +69,7 @@ def prepare_gates(tensors, strides, place, tiles, gates, config: gl.constexpr):
     matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     reinterpret(log2_decay_tile, gl.float32, [GROUP, CHUNK], matrix).store(g)
     reinterpret(beta_tile, gl.float32, [GROUP, CHUNK], matrix).store(beta)
-    row = gl.arange(0, GROUP, gl.SliceLayout(1, layout))[:, None] * (4 * CHUNK) + position[None, :]
+    row = gl.arange(0, GROUP, gl.SliceLayout(1, layout))[:, None] * (GATE_ROWS * CHUNK) + position[None, :]
     gl.store(gates + row, g)
     gl.store(gates + row + CHUNK, beta)
 
@@ -93,5 +92,5 @@ def store_norms(norms, gates, config: gl.constexpr):
     query_norm = norms.index(1).load(layout)
     GROUP: gl.constexpr = config.head_group
     for group_idx in gl.static_range(GROUP):
-        gl.store(gates + (group_idx * 4 + 2) * CHUNK + position, key_norm)
-        gl.store(gates + (group_idx * 4 + 3) * CHUNK + position, query_norm)
+        gl.store(gates + (group_idx * GATE_ROWS + 2) * CHUNK + position, key_norm)
+        gl.store(gates + (group_idx * GATE_ROWS + 3) * CHUNK + position, query_norm)

@@ -7,8 +7,8 @@ MMA operands are kept as parts: one fp16 part, or a high and a low bf16 part (th
 
 from tilecrew.device.compat import gl, gluon, mma_v2
 from tilecrew.device.mma import operand_layout, tile_layout, warp_accumulator_layout
+from tilecrew.gated_delta_rule.chunk_sizes import CHUNK
 
-CHUNK = gl.constexpr(64)
 BLOCK = gl.constexpr(16)
 NUM_BLOCKS = gl.constexpr(4)
 

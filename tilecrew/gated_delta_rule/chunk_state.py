@@ -7,8 +7,8 @@ The state is float32 [N, HV, K, V], or [N, HV, V, K] where V comes first; K = V 
 from tilecrew.device.compat import gl, gluon
 from tilecrew.device.mma import accumulator_layout
 from tilecrew.device.tiles import opaque
+from tilecrew.gated_delta_rule.chunk_sizes import DIM
 
-DIM = gl.constexpr(128)
 BLOCK_COLUMNS = gl.constexpr(8)
 
 

@@ -8,8 +8,7 @@ and 4 stay empty.
 """
 
 from tilecrew.device.compat import aggregate, gl, gluon
-
-CHUNK = gl.constexpr(64)
+from tilecrew.gated_delta_rule.chunk_sizes import CHUNK
 
 
 @aggregate

@@ -5,10 +5,7 @@ from tilecrew.device.handoff import Handoff, Signal
 from tilecrew.device.mma import tile_layout
 from tilecrew.device.ring import Ring
 from tilecrew.device.tiles import matrix_view, vectors_view
-
-DIM = gl.constexpr(128)  # K and V
-CHUNK = gl.constexpr(64)
-GATE_ROWS = gl.constexpr(4)
+from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, GATE_ROWS
 
 
 @aggregate

@@ -69,14 +69,13 @@ from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, zero_rows
 from tilecrew.gated_delta_rule import kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.chunk_gates import gate_mask
+from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, GATE_ROWS
 from tilecrew.gated_delta_rule.chunk_state import load_state, state_pointer, store_state
 from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
 from tilecrew.gated_delta_rule.crew_forward_roles import Crew, Tiles
-from tilecrew.gated_delta_rule.kernel_prepare import GATE_ROWS, GLUON_DTYPES, Prepared, token_descriptor
+from tilecrew.gated_delta_rule.kernel_prepare import GLUON_DTYPES, Prepared, token_descriptor
 from tilecrew.gated_delta_rule.schedule import Schedule
 
-DIM = gl.constexpr(128)  # K and V
-CHUNK = gl.constexpr(64)
 VALUE_REGISTERS, OUTPUT_REGISTERS, COPY_REGISTERS = gl.constexpr(136), gl.constexpr(168), gl.constexpr(48)
 # Threads x registers at entry, before the roles re-divide them: 16 warps x 32 x 128 = 65,536, all that an SM has.
 ENTRY_REGISTERS = 128

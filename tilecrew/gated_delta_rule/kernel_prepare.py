@@ -51,11 +51,10 @@ from tilecrew.gated_delta_rule.chunk_inverse import (
     merge_blocks,
     store_parts,
 )
-from tilecrew.gated_delta_rule.chunk_walk import CHUNK, find_chunk
+from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, GATE_ROWS
+from tilecrew.gated_delta_rule.chunk_walk import find_chunk
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-GATE_ROWS = gl.constexpr(4)
-DIM = gl.constexpr(128)
 BLOCK = gl.constexpr(16)
 
 

@@ -56,19 +56,25 @@ def schedule_of(arguments: ForwardArguments, requires_gradient: bool, implementa
 
 def problem_of(arguments: ForwardArguments, requires_gradient: bool) -> Problem:
     """The part of the arguments that schedules depend on."""
-    q, v = arguments.q, arguments.v
+    return dataclasses.replace(
+        sizes_of(arguments.q, arguments.v, arguments.num_sequences),
+        chunk_size=arguments.chunk_size,
+        is_aligned=all(_is_aligned(tensor) for tensor in (arguments.q, arguments.k, arguments.v)),
+        requires_gradient=requires_gradient,
+    )
+
+
+def sizes_of(q: torch.Tensor, v: torch.Tensor, num_sequences: int) -> Problem:
+    """The sizes of a Problem, with its defaults for the rest."""
     return Problem(
         batch=q.shape[0],
         num_tokens=q.shape[1],
-        num_sequences=arguments.num_sequences,
+        num_sequences=num_sequences,
         num_heads=q.shape[2],
         num_value_heads=v.shape[2],
         key_dim=q.shape[3],
         value_dim=v.shape[3],
         dtype=str(q.dtype).removeprefix("torch."),
-        chunk_size=arguments.chunk_size,
-        is_aligned=all(_is_aligned(tensor) for tensor in (q, arguments.k, v)),
-        requires_gradient=requires_gradient,
     )
 
 

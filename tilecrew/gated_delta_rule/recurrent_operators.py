@@ -10,7 +10,7 @@ import torch
 
 from tilecrew._hardware import hardware_of
 from tilecrew.gated_delta_rule import checks
-from tilecrew.gated_delta_rule.operators import LIBRARY, schema_of, state_dtype
+from tilecrew.gated_delta_rule.operators import LIBRARY, schema_of, sizes_of, state_dtype
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.gated_delta_rule.schedule import Problem, pick_recurrent
 
@@ -41,18 +41,8 @@ def recurrent_differentiable(arguments: RecurrentArguments) -> tuple[torch.Tenso
 
 def recurrent_problem_of(arguments: RecurrentArguments, requires_gradient: bool = False) -> Problem:
     """The part of the arguments that schedules depend on."""
-    q, v = arguments.q, arguments.v
-    return Problem(
-        batch=q.shape[0],
-        num_tokens=q.shape[1],
-        num_sequences=arguments.num_sequences,
-        num_heads=q.shape[2],
-        num_value_heads=v.shape[2],
-        key_dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=str(q.dtype).removeprefix("torch."),
-        requires_gradient=requires_gradient,
-    )
+    sizes = sizes_of(arguments.q, arguments.v, arguments.num_sequences)
+    return dataclasses.replace(sizes, requires_gradient=requires_gradient)
 
 
 def final_state_dtype(arguments: RecurrentArguments) -> torch.dtype:
