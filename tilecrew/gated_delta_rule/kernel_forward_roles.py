@@ -279,13 +279,16 @@ def value_role(tiles, crew, walk, config: gl.constexpr):
             key_norm = gates.index(2).load(row)
             gamma = gamma * key_norm
             to_end = to_end * key_norm
-        written = gates.index(1).load(row) != 0.0  # a value with beta = 0 counts for nothing: so those behind the end
+        value = tiles.value_matrix(stage, BV)
+        if scalar(gates.index(1), CHUNK - 1, row) == 0.0:
+            # Maybe a partial chunk. A value with beta = 0 counts for nothing: zeros for it, so for those behind the end.
+            V = value.load(layout)
+            value.store(gl.where(gates.index(1).load(row)[:, None] != 0.0, V, gl.zeros_like(V)))
         # C: U = K S;  W = V - gamma o U   (4)
         crew.state.wait(i)
         U = gl.zeros([CHUNK, BV], gl.float32, layout)
         U = warpgroup_mma(tiles.key_matrix(stage), tiles.state, U, use_acc=False, is_async=True)
-        V = tiles.value_matrix(stage, BV).load(layout).to(gl.float32)
-        V = gl.where(written[:, None], V, 0.0)
+        V = value.load(layout).to(gl.float32)
         U = warpgroup_mma_wait(0, deps=(U,))
         tiles.residual.store((V - gamma[:, None] * U).to(dtype))
         fence_async_shared()
