@@ -50,6 +50,11 @@ class Ring:
         mbarrier.wait(self.full.index(step % self.num_stages), (step // self.num_stages) & 1)
 
     @gluon.jit
+    def wait_released(self, step, pred=True):
+        """Anyone: waits until every consumer has left the stage, at most num_stages - 1 steps after they did."""
+        mbarrier.wait(self.empty.index(step % self.num_stages), (step // self.num_stages) & 1, pred=pred)
+
+    @gluon.jit
     def release(self, step):
         """Consumer: this role reads the stage no more. One thread arrives, hence the barrier: others may still read.
 

@@ -11,6 +11,7 @@ strictly lower. Values of other lanes come by warp shuffles: no shared memory, n
 """
 
 from tilecrew.device.compat import gl, gluon
+from tilecrew.device.mma import warp_accumulator_layout
 
 
 def _shuffle(target: str, source: str, lane: str) -> str:
@@ -18,13 +19,13 @@ def _shuffle(target: str, source: str, lane: str) -> str:
 
 
 def _inverse_ptx() -> str:
-    lower = [f"${8 + i}" for i in range(8)]  # the operand, registers as in the table above
+    lower = [f"${8 + i}" for i in range(8)]  # the operand, -L: registers as in the table above
     code = [
         "{",
         ".reg .b32 lane, pair, quad, row, src; .reg .pred on0, on1;",
         ".reg .f32 t0, t1, b0, b1, m0, m1, lt, lm, lb, tj0, tj1, bj0, bj1, x, n0, n1;",
         "mov.u32 lane, %laneid; and.b32 pair, lane, 3; and.b32 quad, lane, 28; shr.u32 row, lane, 2;",
-        # T^-1 (t) and B^-1 (b) start as the identity, M T^-1 (m) as zero
+        # T^-1 (t) and B^-1 (b) start as the identity, -M T^-1 (m) as zero
         "shl.b32 src, pair, 1; setp.eq.u32 on0, row, src; add.u32 src, src, 1; setp.eq.u32 on1, row, src;",
         "selp.f32 t0, 0f3F800000, 0f00000000, on0; selp.f32 t1, 0f3F800000, 0f00000000, on1;",
         "mov.f32 b0, t0; mov.f32 b1, t1; mov.f32 m0, 0f00000000; mov.f32 m1, 0f00000000;",
@@ -38,12 +39,11 @@ def _inverse_ptx() -> str:
         code += [_shuffle("tj0", "t0", "src"), _shuffle("tj1", "t1", "src")]
         if j < 7:
             code += [_shuffle("bj0", "b0", "src"), _shuffle("bj1", "b1", "src")]
-            code += ["neg.f32 lt, lt; neg.f32 lb, lb;"]
             code += ["fma.rn.f32 t0, lt, tj0, t0; fma.rn.f32 t1, lt, tj1, t1;"]
             code += ["fma.rn.f32 b0, lb, bj0, b0; fma.rn.f32 b1, lb, bj1, b1;"]
         code.append("fma.rn.f32 m0, lm, tj0, m0; fma.rn.f32 m1, lm, tj1, m1;")
-    code.append("mov.f32 n0, 0f00000000; mov.f32 n1, 0f00000000; neg.f32 m0, m0; neg.f32 m1, m1;")
-    for j in range(8):  # bottom left: B^-1 times -(M T^-1)
+    code.append("mov.f32 n0, 0f00000000; mov.f32 n1, 0f00000000;")
+    for j in range(8):  # bottom left: B^-1 times -M T^-1
         code += [f"or.b32 src, quad, {j // 2};", _shuffle("x", f"b{j % 2}", "src"), f"or.b32 src, pair, {4 * j};"]
         code += [_shuffle("tj0", "m0", "src"), _shuffle("tj1", "m1", "src")]
         code.append("fma.rn.f32 n0, x, tj0, n0; fma.rn.f32 n1, x, tj1, n1;")
@@ -57,12 +57,115 @@ INVERSE_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 
 
 @gluon.jit
-def invert_diagonal_blocks(L):
-    """(I + L)^-1 of every 16x16 block of L [64, 16] float32, strictly lower triangular blocks stacked, block w in warp
-    w.
+def invert_diagonal_blocks(minus_L):
+    """(I + L)^-1 of every 16x16 block of -L [64, 16] float32, strictly lower triangular blocks stacked, block w in
+    warp w.
 
-    L has the accumulator layout of mma.sync over 4 warps, where a thread holds exactly the eight values of the table
+    -L has the accumulator layout of mma.sync over 4 warps, where a thread holds exactly the eight values of the table
     above.
     """
-    gl.static_assert(L.shape[0] == 64 and L.shape[1] == 16, "four stacked 16x16 blocks")
-    return gl.inline_asm_elementwise(INVERSE_PTX, INVERSE_CONSTRAINTS, [L], dtype=gl.float32, is_pure=True, pack=8)
+    gl.static_assert(minus_L.shape[0] == 64 and minus_L.shape[1] == 16, "four stacked 16x16 blocks")
+    return gl.inline_asm_elementwise(INVERSE_PTX, INVERSE_CONSTRAINTS, [minus_L], dtype=gl.float32, is_pure=True, pack=8)
+
+
+# Selections in the accumulator of a 64x64 product: warp w owns rows 16 w to 16 w + 15, and lane l (r = l / 4,
+# c = 2 (l mod 4)) holds of each of the eight 8-column tiles n the values 4 n + 0 to 3:
+#     [r, 8 n + c], [r, 8 n + c + 1], [8 + r, 8 n + c], [8 + r, 8 n + c + 1]      (rows relative to 16 w)
+# What a warp selects depends on its number, so masks over rows and columns would compare every element; here a warp
+# compares once.
+
+
+def _positions() -> list[str]:
+    """Code: warp (0 to 3), row = r and column = c of the lane, and predicates warp1 to warp3."""
+    return [
+        ".reg .b32 warp, row, column; .reg .pred warp1, warp2, warp3;",
+        "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3;",
+        "mov.u32 column, %laneid; shr.u32 row, column, 2; and.b32 column, column, 3; shl.b32 column, column, 1;",
+        "setp.eq.u32 warp1, warp, 1; setp.eq.u32 warp2, warp, 2; setp.eq.u32 warp3, warp, 3;",
+    ]
+
+
+def _own(target: str, index: int) -> str:
+    """Code: target = value `index` (0 to 7) of the two tiles on this warp's diagonal."""
+    values = [f"${32 + 8 * warp + index}" for warp in range(4)]
+    code = f"selp.f32 {target}, {values[1]}, {values[0]}, warp1;"
+    return code + "".join(f"selp.f32 {target}, {values[warp]}, {target}, warp{warp};" for warp in (2, 3))
+
+
+def _own_blocks_ptx() -> str:
+    code = ["{", *_positions(), ".reg .pred below, below1; .reg .b32 next; .reg .f32 " + ", ".join(f"x{i}" for i in range(8)) + ";"]
+    code.append("add.u32 next, column, 1; setp.gt.u32 below, row, column; setp.gt.u32 below1, row, next;")
+    code += [_own(f"x{i}", i) for i in (0, 1, 2, 3, 6, 7)]
+    code += [f"selp.f32 x{i}, x{i}, 0f00000000, {'below1' if i % 2 else 'below'};" for i in (0, 1, 6, 7)]
+    code.append("mov.f32 x4, 0f00000000; mov.f32 x5, 0f00000000;")
+    code += [f"mov.f32 ${i}, {f'x{i}' if i < 8 else '0f00000000'};" for i in range(32)]
+    return "\n".join([*code, "}"])
+
+
+def _own_diagonal_ptx() -> str:
+    code = ["{", *_positions(), ".reg .pred even, odd; .reg .b32 next; .reg .f32 x0, x1, x6, x7, top, bottom;"]
+    code.append("add.u32 next, column, 1; setp.eq.u32 even, row, column; setp.eq.u32 odd, row, next;")
+    code += [_own(f"x{i}", i) for i in (0, 1, 6, 7)]
+    code.append("selp.f32 top, x1, 0f00000000, odd; selp.f32 top, x0, top, even;")
+    code.append("selp.f32 bottom, x7, 0f00000000, odd; selp.f32 bottom, x6, bottom, even;")
+    result = {0: "top", 2: "bottom"}
+    code += [f"mov.f32 ${i}, {result.get(i, '0f00000000')};" for i in range(32)]
+    return "\n".join([*code, "}"])
+
+
+def _causal_ptx() -> str:
+    # Value [16 w + r + 8 b, 8 n + c + a] stays where 16 w + r - c - a >= 8 (n - b).
+    code = ["{", *_positions(), ".reg .b32 even, odd; .reg .pred " + ", ".join(f"e{k}, o{k}" for k in range(9)) + ";"]
+    code.append("shl.b32 even, warp, 4; add.s32 even, even, row; sub.s32 even, even, column; sub.s32 odd, even, 1;")
+    for k in range(9):
+        code.append(f"setp.ge.s32 e{k}, even, {8 * (k - 1)}; setp.ge.s32 o{k}, odd, {8 * (k - 1)};")
+    for i in range(32):
+        tile, bottom, second = i // 4, (i // 2) % 2, i % 2
+        code.append(f"selp.f32 ${i}, ${32 + i}, 0f00000000, {'o' if second else 'e'}{tile + 1 - bottom};")
+    return "\n".join([*code, "}"])
+
+
+OWN_BLOCKS_PTX = gl.constexpr(_own_blocks_ptx())
+OWN_DIAGONAL_PTX = gl.constexpr(_own_diagonal_ptx())
+CAUSAL_PTX = gl.constexpr(_causal_ptx())
+SQUARE_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 32))
+
+
+@gluon.jit
+def select_in_square(x, PTX: gl.constexpr):
+    gl.static_assert(x.shape[0] == 64 and x.shape[1] == 64, "the accumulator of a 64x64 product over 4 warps")
+    return gl.inline_asm_elementwise(PTX, SQUARE_CONSTRAINTS, [x], dtype=gl.float32, is_pure=True, pack=32)
+
+
+@gluon.jit
+def first_columns(x, COLUMNS: gl.constexpr):
+    """The first COLUMNS columns, by halves, without moving data."""
+    ROWS: gl.constexpr = x.shape[0]
+    if x.shape[1] > COLUMNS:
+        HALF: gl.constexpr = x.shape[1] // 2
+        left, _ = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, HALF]), (0, 2, 1)))
+        return first_columns(left, COLUMNS)
+    else:
+        return x
+
+
+@gluon.jit
+def own_lower_blocks(x):
+    """[64, 64] accumulator -> [64, 16]: the strictly lower parts of its diagonal 16x16 blocks, stacked."""
+    layout: gl.constexpr = warp_accumulator_layout()
+    return gl.convert_layout(first_columns(select_in_square(x, OWN_BLOCKS_PTX), 16), layout, assert_trivial=True)
+
+
+@gluon.jit
+def own_diagonal(x):
+    """Diagonal of a [64, 64] accumulator, as a vector of its rows."""
+    blocks = gl.convert_layout(
+        first_columns(select_in_square(x, OWN_DIAGONAL_PTX), 16), warp_accumulator_layout(), assert_trivial=True
+    )
+    return gl.sum(blocks, 1)
+
+
+@gluon.jit
+def causal(x):
+    """[64, 64] accumulator with zeros above the diagonal, whatever was there."""
+    return select_in_square(x, CAUSAL_PTX)

@@ -10,7 +10,6 @@ from tilecrew.device.mma import operand_layout, tile_layout, warp_accumulator_la
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK
 
 BLOCK = gl.constexpr(16)
-NUM_BLOCKS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -52,52 +51,102 @@ def multiply_accumulate(a, parts, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.cons
 
 
 @gluon.jit
-def diagonal_blocks(L):
-    """[64, 64] -> [64, 16]: the diagonal 16x16 blocks, stacked: a sum over four blocks of which all but one are
-    masked."""
-    blocks = gl.reshape(L, [CHUNK, NUM_BLOCKS, BLOCK])
-    layout: gl.constexpr = blocks.type.layout
-    row = gl.arange(0, CHUNK, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    block = gl.arange(0, NUM_BLOCKS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    own = gl.expand_dims(gl.expand_dims(row // BLOCK, 1) == gl.expand_dims(block, 0), 2)
-    return gl.convert_layout(gl.sum(gl.where(own, blocks, 0.0), 1), warp_accumulator_layout())
-
-
-@gluon.jit
-def merge_blocks(D, L_parts, D_parts, row_factor, inverse, SPLIT: gl.constexpr):
-    """Writes A into the tile `inverse` [64, 64], block column by block column.
+def merge_blocks(
+    D,
+    L_parts,
+    D_parts,
+    row_factor,
+    column_factor,
+    inverse,
+    SIGN: gl.constexpr,
+    MULTIPLY: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    """Writes A, or A_ij times column_factor_j where MULTIPLY, into the tile `inverse` [64, 64], block column by block
+    column.
 
     D          [64, 16] float32, the inverses of the diagonal blocks, stacked; D_parts: the same in shared memory
-    L_parts    L in shared memory, without the factor of its rows
+    L_parts    SIGN times L in shared memory, without the factor of its rows
     row_factor shared vector [64] that multiplies the rows of L (beta, where L_parts holds K K^T)
     """
-    layout: gl.constexpr = warp_accumulator_layout()
-    row_block = (gl.arange(0, CHUNK, gl.SliceLayout(1, layout)) // BLOCK)[:, None]
-    column: gl.constexpr = gl.SliceLayout(0, layout)
-    zero = gl.zeros([CHUNK, BLOCK], gl.float32, layout)
-
-    X = gl.where(row_block == 3, D, 0.0)
-    store_column(X, inverse, 3)
-    XL = X * row_factor.slice(3 * BLOCK, BLOCK).load(column)[None, :]
+    zero = gl.zeros([CHUNK, BLOCK], gl.float32, warp_accumulator_layout())
+    X = inverse_column(D, zero, D_parts, 3, SIGN, SPLIT)
+    store_column(X, column_factor, inverse, 3, MULTIPLY)
+    XL = scale_column(X, row_factor, 3)
     sum_2 = multiply_accumulate(XL, L_parts, 3, 2, zero, SPLIT)
     sum_1 = multiply_accumulate(XL, L_parts, 3, 1, zero, SPLIT)
     sum_0 = multiply_accumulate(XL, L_parts, 3, 0, zero, SPLIT)
-
-    X = gl.where(row_block == 2, D, 0.0) - multiply_accumulate(sum_2, D_parts, 2, 0, zero, SPLIT)
-    store_column(X, inverse, 2)
-    XL = X * row_factor.slice(2 * BLOCK, BLOCK).load(column)[None, :]
+    X = inverse_column(D, sum_2, D_parts, 2, SIGN, SPLIT)
+    store_column(X, column_factor, inverse, 2, MULTIPLY)
+    XL = scale_column(X, row_factor, 2)
     sum_1 = multiply_accumulate(XL, L_parts, 2, 1, sum_1, SPLIT)
     sum_0 = multiply_accumulate(XL, L_parts, 2, 0, sum_0, SPLIT)
-
-    X = gl.where(row_block == 1, D, 0.0) - multiply_accumulate(sum_1, D_parts, 1, 0, zero, SPLIT)
-    store_column(X, inverse, 1)
-    XL = X * row_factor.slice(BLOCK, BLOCK).load(column)[None, :]
+    X = inverse_column(D, sum_1, D_parts, 1, SIGN, SPLIT)
+    store_column(X, column_factor, inverse, 1, MULTIPLY)
+    XL = scale_column(X, row_factor, 1)
     sum_0 = multiply_accumulate(XL, L_parts, 1, 0, sum_0, SPLIT)
-
-    X = gl.where(row_block == 0, D, 0.0) - multiply_accumulate(sum_0, D_parts, 0, 0, zero, SPLIT)
-    store_column(X, inverse, 0)
+    store_column(inverse_column(D, sum_0, D_parts, 0, SIGN, SPLIT), column_factor, inverse, 0, MULTIPLY)
 
 
 @gluon.jit
-def store_column(X, inverse, COLUMN_BLOCK: gl.constexpr):
+def inverse_column(D, sum, D_parts, COLUMN_BLOCK: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr):
+    """Block column of A: the diagonal block where it is, minus the sum of the columns to its right times D."""
+    layout: gl.constexpr = warp_accumulator_layout()
+    row_block = (gl.arange(0, CHUNK, gl.SliceLayout(1, layout)) // BLOCK)[:, None]
+    X = gl.where(row_block == COLUMN_BLOCK, D, 0.0)
+    if COLUMN_BLOCK < 3:
+        X -= SIGN * multiply_accumulate(sum, D_parts, COLUMN_BLOCK, 0, gl.zeros_like(X), SPLIT)
+    return X
+
+
+@gluon.jit
+def scale_column(X, factor, COLUMN_BLOCK: gl.constexpr):
+    column: gl.constexpr = gl.SliceLayout(0, warp_accumulator_layout())
+    return X * factor.slice(COLUMN_BLOCK * BLOCK, BLOCK).load(column)[None, :]
+
+
+@gluon.jit
+def store_column(X, factor, inverse, COLUMN_BLOCK: gl.constexpr, MULTIPLY: gl.constexpr):
+    if MULTIPLY:
+        X = scale_column(X, factor, COLUMN_BLOCK)
     inverse.slice(COLUMN_BLOCK * BLOCK, BLOCK, 1).store(X.to(inverse.dtype))
+
+
+@gluon.jit
+def merge_columns(D, minus_L, D_tile):
+    """(I + L)^-1 as four block columns [64, 16] in registers; fp16 operands, -L and D in shared memory."""
+    layout: gl.constexpr = warp_accumulator_layout()
+    row_block = (gl.arange(0, CHUNK, gl.SliceLayout(1, layout)) // BLOCK)[:, None]
+    zero = gl.zeros([CHUNK, BLOCK], gl.float32, layout)
+    X_3 = gl.where(row_block == 3, D, 0.0)
+    a_3 = left_operand(X_3)
+    sum_2 = mma_v2(a_3, right_operand(minus_L, 3, 2), zero)
+    sum_1 = mma_v2(a_3, right_operand(minus_L, 3, 1), zero)
+    sum_0 = mma_v2(a_3, right_operand(minus_L, 3, 0), zero)
+    X_2 = mma_v2(left_operand(sum_2), right_operand(D_tile, 2, 0), gl.where(row_block == 2, D, 0.0))
+    a_2 = left_operand(X_2)
+    sum_1 = mma_v2(a_2, right_operand(minus_L, 2, 1), sum_1)
+    sum_0 = mma_v2(a_2, right_operand(minus_L, 2, 0), sum_0)
+    X_1 = mma_v2(left_operand(sum_1), right_operand(D_tile, 1, 0), gl.where(row_block == 1, D, 0.0))
+    sum_0 = mma_v2(left_operand(X_1), right_operand(minus_L, 1, 0), sum_0)
+    X_0 = mma_v2(left_operand(sum_0), right_operand(D_tile, 0, 0), gl.where(row_block == 0, D, 0.0))
+    return X_0, X_1, X_2, X_3
+
+
+@gluon.jit
+def left_operand(x):
+    return gl.convert_layout(x.to(gl.float16), operand_layout(warp_accumulator_layout(), 0))
+
+
+@gluon.jit
+def right_operand(tile, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.constexpr):
+    block = tile.slice(ROW_BLOCK * BLOCK, BLOCK).slice(COLUMN_BLOCK * BLOCK, BLOCK, 1)
+    return block.load(operand_layout(warp_accumulator_layout(), 1))
+
+
+@gluon.jit
+def join_columns(X_0, X_1, X_2, X_3, LAYOUT: gl.constexpr):
+    """Four [64, 16] block columns side by side; no data moves between threads."""
+    joined = gl.join(gl.join(X_0, X_1), gl.join(X_2, X_3))  # [64, 16, 2, 2]: the last two count the blocks, low bit first
+    matrix = gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [CHUNK, CHUNK])
+    return gl.convert_layout(matrix, LAYOUT, assert_trivial=True)

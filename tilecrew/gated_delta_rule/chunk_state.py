@@ -1,7 +1,7 @@
-"""Device code that brings the state S [128, V block] between global memory and the accumulator of a wgmma, in either
-layout.
+"""Device code that brings a block of the state between global memory and the accumulator of a wgmma.
 
-The state is float32 [N, HV, K, V], or [N, HV, V, K] where V comes first; K = V = 128.
+The state is float32 [N, HV, K, V], or [N, HV, V, K] where V comes first; K = V = 128. One of a block's two strides is
+1, the other 128: kernels that hold S and kernels that hold its transpose differ in which.
 """
 
 from tilecrew.device.compat import gl, gluon
@@ -20,35 +20,38 @@ def state_pointer(states, state_idx, walk, config: gl.constexpr):
 
 
 @gluon.jit
-def store_state(S, first, V_FIRST: gl.constexpr):
+def store_state(S, first, COLUMN_STRIDE: gl.constexpr, ROW_STRIDE: gl.constexpr):
     """Stores the state in blocks of 8 columns: the addresses of all columns at once would not fit the registers."""
+    ROWS: gl.constexpr = S.shape[0]
     COLUMNS: gl.constexpr = S.shape[1]
     if COLUMNS > BLOCK_COLUMNS:
-        left, right = gl.split(gl.permute(gl.reshape(S, [DIM, 2, COLUMNS // 2]), (0, 2, 1)))
-        store_state(left, first, V_FIRST)
+        left, right = gl.split(gl.permute(gl.reshape(S, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+        store_state(left, first, COLUMN_STRIDE, ROW_STRIDE)
         half = opaque(COLUMNS // 2)
-        store_state(right, first + half * (DIM if V_FIRST else 1), V_FIRST)
+        store_state(right, first + half * COLUMN_STRIDE, COLUMN_STRIDE, ROW_STRIDE)
     else:
         LAYOUT: gl.constexpr = S.type.layout
-        gl.store(first + state_offsets(COLUMNS, LAYOUT, V_FIRST), S)
+        gl.store(first + state_offsets(ROWS, COLUMNS, LAYOUT, COLUMN_STRIDE, ROW_STRIDE), S)
 
 
 @gluon.jit
-def load_state(first, COLUMNS: gl.constexpr, V_FIRST: gl.constexpr):
-    """The state's [128, COLUMNS] block, in blocks of 8 columns (see store_state)."""
+def load_state(first, ROWS: gl.constexpr, COLUMNS: gl.constexpr, COLUMN_STRIDE: gl.constexpr, ROW_STRIDE: gl.constexpr):
+    """The state's [ROWS, COLUMNS] block as an accumulator, in blocks of 8 columns (see store_state)."""
     if COLUMNS > BLOCK_COLUMNS:
-        left = load_state(first, COLUMNS // 2, V_FIRST)
+        left = load_state(first, ROWS, COLUMNS // 2, COLUMN_STRIDE, ROW_STRIDE)
         half = opaque(COLUMNS // 2)
-        right = load_state(first + half * (DIM if V_FIRST else 1), COLUMNS // 2, V_FIRST)
-        S = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [DIM, COLUMNS])
+        right = load_state(first + half * COLUMN_STRIDE, ROWS, COLUMNS // 2, COLUMN_STRIDE, ROW_STRIDE)
+        S = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [ROWS, COLUMNS])
     else:
         LAYOUT: gl.constexpr = accumulator_layout(COLUMNS)
-        S = gl.load(first + state_offsets(COLUMNS, LAYOUT, V_FIRST))
+        S = gl.load(first + state_offsets(ROWS, COLUMNS, LAYOUT, COLUMN_STRIDE, ROW_STRIDE))
     return gl.convert_layout(S, accumulator_layout(COLUMNS), assert_trivial=True)
 
 
 @gluon.jit
-def state_offsets(COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, V_FIRST: gl.constexpr):
-    row = gl.arange(0, DIM, gl.SliceLayout(1, LAYOUT)).to(gl.int64)[:, None]
+def state_offsets(
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, COLUMN_STRIDE: gl.constexpr, ROW_STRIDE: gl.constexpr
+):
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.int64)[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).to(gl.int64)[None, :]
-    return row + column * DIM if V_FIRST else row * DIM + column
+    return row * ROW_STRIDE + column * COLUMN_STRIDE

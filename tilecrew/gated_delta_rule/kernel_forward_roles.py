@@ -199,6 +199,8 @@ def forward_roles_kernel(
     num_warps: gl.constexpr,
 ):
     BV: gl.constexpr = config.block_v
+    VALUE_STRIDE: gl.constexpr = DIM if config.state_v_first else 1  # of the states in global memory
+    KEY_STRIDE: gl.constexpr = 1 if config.state_v_first else DIM
     num_tokens = opaque(q_desc.shape[1])
     walk = ChunkWalk.create(
         num_tokens,
@@ -219,7 +221,7 @@ def forward_roles_kernel(
     S = gl.zeros([DIM, BV], gl.float32, accumulator_layout(BV))
     if config.has_initial_state:
         first = state_pointer(pointers.initial_state, walk.piece, walk, config)
-        S = load_state(first, BV, config.state_v_first)
+        S = load_state(first, DIM, BV, VALUE_STRIDE, KEY_STRIDE)
     results = gl.warp_specialize(
         [
             (state_role, (tiles, crew, walk, S, config)),
@@ -236,7 +238,7 @@ def forward_roles_kernel(
     if config.store_final_state:
         if walk.ends_sequence == 1:
             first = state_pointer(pointers.final_state, walk.sequence, walk, config)
-            store_state(results[0], first, config.state_v_first)
+            store_state(results[0], first, VALUE_STRIDE, KEY_STRIDE)
 
 
 @gluon.jit

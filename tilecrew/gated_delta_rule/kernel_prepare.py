@@ -42,13 +42,14 @@ from tilecrew.device.compat import (
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
 from tilecrew.device.tiles import matrix_view
-from tilecrew.device.triangular import invert_diagonal_blocks
+from tilecrew.device.triangular import invert_diagonal_blocks, own_diagonal, own_lower_blocks
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
 from tilecrew.gated_delta_rule.chunk_gates import gate_mask, inverse_norms, prepare_gates, store_norms
 from tilecrew.gated_delta_rule.chunk_inverse import (
     allocate_parts,
-    diagonal_blocks,
+    join_columns,
     merge_blocks,
+    merge_columns,
     store_parts,
 )
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, GATE_ROWS
@@ -56,17 +57,30 @@ from tilecrew.gated_delta_rule.chunk_walk import find_chunk
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 BLOCK = gl.constexpr(16)
+# Bounds of beta |k|^2 and |k|^2 for merges in fp16.
+LARGEST_WRITE, LARGEST_SQUARE = gl.constexpr(2.1), gl.constexpr(64.0)
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """What the kernel is compiled for. head_group: value heads of one program, a power of two."""
+    """What the kernel is compiled for.
+
+    head_group             value heads of one program, a power of two
+    gate_inside_inverse    A_g / beta_j comes out, not A; with multiply_beta A_g, otherwise for gated inverses only
+    split                  merges in bf16 parts, for keys of any length; else in fp16
+    note_long_keys         writes for every program whether its keys are too long for fp16
+    only_long_keys         runs those programs only
+    """
 
     num_heads: int
     value_heads_per_head: int
     head_group: int
     normalise: bool
     gate_inside_inverse: bool
+    split: bool
+    multiply_beta: bool
+    note_long_keys: bool
+    only_long_keys: bool
     compute_gate: bool
     has_gate_bias: bool
     sigmoid_beta: bool
@@ -76,12 +90,15 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class Prepared:
-    """inverse [slots, HV, 64, 64], gates [slots, HV, 4, 64] float32; gate_inside_inverse: which of the two inverses it
-    is."""
+    """inverse [slots, HV, 64, 64], gates [slots, HV, 4, 64] float32.
+
+    gate_inside_inverse, multiply_beta    which inverse it is, see PrepareConfig
+    """
 
     inverse: torch.Tensor
     gates: torch.Tensor
     gate_inside_inverse: bool
+    multiply_beta: bool = False
 
 
 def allocate(arguments: ForwardArguments) -> Prepared:
@@ -95,6 +112,29 @@ def allocate(arguments: ForwardArguments) -> Prepared:
     )
 
 
+def run_gated(arguments: ForwardArguments, o: torch.Tensor) -> Prepared:
+    """A_g and the gates on the current stream. o: as in `launch`.
+
+    Merges run in fp16. Keys that nobody normalises may be too long for that: the kernel then runs again for the chunks
+    that it found to have such keys, which costs a launch that does nothing where there are none.
+    """
+    v = arguments.v
+    slots, num_value_heads = arguments.num_slots, v.shape[2]
+    prepared = Prepared(
+        inverse=v.new_empty(slots, num_value_heads, 64, 64),
+        gates=v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
+        gate_inside_inverse=True,
+        multiply_beta=True,
+    )
+    if arguments.use_qk_l2norm:
+        launch(arguments, prepared, o).run()
+        return prepared
+    long_keys = v.new_empty(slots * num_value_heads, dtype=torch.int32)
+    launch(arguments, prepared, o, long_keys).run()
+    launch(arguments, prepared, o, long_keys, only_long_keys=True).run()
+    return prepared
+
+
 def token_descriptor(x: torch.Tensor, block: int) -> TensorDescriptor:
     """64 tokens of one head, `block` columns of it, as a TMA box of a strided [B, T, H, K] tensor."""
     # TMA wants strides in multiples of 16 bytes, also of dimensions of size 1, whose strides mean nothing.
@@ -103,8 +143,17 @@ def token_descriptor(x: torch.Tensor, block: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], shape, tile_layout(shape, GLUON_DTYPES[x.dtype]))
 
 
-def launch(arguments: ForwardArguments, prepared: Prepared, o: torch.Tensor) -> Launch:
-    """The launch of this kernel. o: the output, whose rows behind the last sequence become zeros."""
+def launch(
+    arguments: ForwardArguments,
+    prepared: Prepared,
+    o: torch.Tensor,
+    long_keys: torch.Tensor | None = None,
+    only_long_keys: bool = False,
+) -> Launch:
+    """The launch of this kernel. o: the output, whose rows behind the last sequence become zeros.
+
+    long_keys: [programs] int32, written by the launch in fp16, read by that with only_long_keys.
+    """
     q, k, g = arguments.q, arguments.k, arguments.g
     num_heads, num_value_heads = q.shape[2], arguments.v.shape[2]
     value_heads_per_head = num_value_heads // num_heads
@@ -115,6 +164,10 @@ def launch(arguments: ForwardArguments, prepared: Prepared, o: torch.Tensor) -> 
         head_group=head_group,
         normalise=arguments.use_qk_l2norm,
         gate_inside_inverse=prepared.gate_inside_inverse,
+        split=only_long_keys or (prepared.gate_inside_inverse and not prepared.multiply_beta),
+        multiply_beta=prepared.multiply_beta,
+        note_long_keys=long_keys is not None and not only_long_keys,
+        only_long_keys=only_long_keys,
         compute_gate=arguments.A_log is not None,
         has_gate_bias=arguments.dt_bias is not None,
         sigmoid_beta=arguments.use_beta_sigmoid,
@@ -130,6 +183,7 @@ def launch(arguments: ForwardArguments, prepared: Prepared, o: torch.Tensor) -> 
         (*g.stride(), *arguments.beta.stride()),
         prepared.gates,
         o,
+        long_keys,
         arguments.cu_seqlens,
         arguments.num_sequences,
         config,
@@ -147,6 +201,7 @@ def prepare_kernel(
     gate_strides,
     gates,
     o,
+    long_keys,
     cu_seqlens,
     num_sequences,
     config: gl.constexpr,
@@ -158,7 +213,10 @@ def prepare_kernel(
     value_head = (program % NUM_GROUPS) * config.head_group
     num_tokens = k_desc.shape[1]
     batch, token, length = find_chunk(slot, num_tokens, cu_seqlens, num_sequences, config.varlen)
-    if config.varlen:
+    if config.only_long_keys:
+        if gl.load(long_keys + program) == 0:
+            length = length * 0
+    elif config.varlen:
         zero_tail(o, slot, num_tokens, gl.load(cu_seqlens + num_sequences), value_head, config)
     if length > 0:
         prepare_chunk(
@@ -166,9 +224,12 @@ def prepare_kernel(
             gate_tensors,
             gate_strides,
             gates,
+            long_keys,
             (batch, token, length, value_head, slot),
             config,
         )
+    elif config.note_long_keys:
+        gl.store(long_keys + program, 0)
 
 
 @gluon.jit
@@ -189,7 +250,7 @@ def zero_tail(o, slot, num_tokens, first, value_head, config: gl.constexpr):
 
 
 @gluon.jit
-def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, config: gl.constexpr):
+def prepare_chunk(descs, gate_tensors, gate_strides, gates, long_keys, place, config: gl.constexpr):
     k_desc, q_desc, inverse_desc = descs
     batch, token, length, value_head, slot = place
     NUM_VALUE_HEADS: gl.constexpr = config.num_heads * config.value_heads_per_head
@@ -225,6 +286,10 @@ def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, config: gl.co
     KK = warpgroup_mma_wait(0, deps=(KK,))
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, square))[:, None]
     columns = gl.arange(0, CHUNK, gl.SliceLayout(0, square))[None, :]
+    if config.note_long_keys:
+        norms.index(0).store(own_diagonal(KK))
+        barrier()
+        gl.store(long_keys + gl.program_id(0), has_long_keys(norms.index(0), beta, config))
     if config.normalise:
         norm = norms.index(0)
         KK *= norm.load(gl.SliceLayout(1, square))[:, None] * norm.load(gl.SliceLayout(0, square))[None, :]
@@ -233,36 +298,56 @@ def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, config: gl.co
 
 
 @gluon.jit
+def has_long_keys(squares, beta, config: gl.constexpr):
+    """1 where beta |k|^2 of a token passes 2, or |k|^2 64: the inverse in fp16 may overflow there (README.md)."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    square = squares.load(layout)
+    largest = gl.max(square, 0) / LARGEST_SQUARE
+    GROUP: gl.constexpr = config.head_group
+    for group_idx in gl.static_range(GROUP):
+        largest = gl.maximum(largest, gl.max(square * beta.index(group_idx).load(layout), 0) / LARGEST_WRITE)
+    return (largest > 1.0).to(gl.int32)
+
+
+@gluon.jit
 def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, config: gl.constexpr):
-    """A of every value head of the group, each stored by TMA while the next one is computed."""
-    SPLIT: gl.constexpr = config.gate_inside_inverse
+    """The inverse of every value head of the group, each stored by TMA while the next one is computed."""
+    SPLIT: gl.constexpr = config.split
     square: gl.constexpr = accumulator_layout(CHUNK)
     layout: gl.constexpr = warp_accumulator_layout()
     L_parts = allocate_parts(CHUNK, SPLIT)
     D_parts = allocate_parts(BLOCK, SPLIT)
-    row_factor = gl.allocate_shared_memory(gl.float32, [CHUNK], vector_layout())
+    ones = gl.allocate_shared_memory(gl.float32, [CHUNK], vector_layout())
     inverse = gl.allocate_shared_memory(inverse_desc.dtype, [CHUNK, CHUNK], inverse_desc.layout)
     if config.gate_inside_inverse:
-        row_factor.store(gl.full([CHUNK], 1.0, gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
+        ones.store(gl.full([CHUNK], 1.0, gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
     else:
         store_parts(KK, L_parts, SPLIT)
-    KK_diagonal = diagonal_blocks(KK)
+    KK_blocks = own_lower_blocks(KK)
     for group_idx in range(config.head_group):
         head_beta = beta.index(group_idx)
         if config.gate_inside_inverse:
-            L = KK * gate_mask(log2_decay.index(group_idx), square) * head_beta.load(gl.SliceLayout(1, square))[:, None]
+            G = gate_mask(log2_decay.index(group_idx), square)
+            L = KK * (G * -head_beta.load(gl.SliceLayout(1, square))[:, None])
             barrier()  # the head before has read its L
             store_parts(L, L_parts, SPLIT)
-            D = invert_diagonal_blocks(diagonal_blocks(L))
-            factor = row_factor
+            D = invert_diagonal_blocks(own_lower_blocks(L))
         else:
-            D = invert_diagonal_blocks(KK_diagonal * head_beta.load(gl.SliceLayout(1, layout))[:, None])
-            factor = head_beta
+            D = invert_diagonal_blocks(KK_blocks * -head_beta.load(gl.SliceLayout(1, layout))[:, None])
         tma_store_wait(0)
         barrier()  # the head before has read D and its A has left shared memory
         store_parts(D, D_parts, SPLIT)
         barrier()
-        merge_blocks(D, L_parts, D_parts, factor, inverse, SPLIT)
+        if config.gate_inside_inverse and not SPLIT:
+            X_0, X_1, X_2, X_3 = merge_columns(D, L_parts[0], D_parts[0])
+            A = join_columns(X_0, X_1, X_2, X_3, square)
+            if config.multiply_beta:
+                A *= head_beta.load(gl.SliceLayout(0, square))[None, :]
+            inverse.store(A.to(inverse.dtype))
+        elif config.gate_inside_inverse:
+            merge_blocks(D, L_parts, D_parts, ones, head_beta, inverse, -1.0, config.multiply_beta, SPLIT)
+        else:
+            merge_blocks(D, L_parts, D_parts, head_beta, head_beta, inverse, 1.0, config.multiply_beta, SPLIT)
         fence_async_shared()
         barrier()
         tma_store(inverse_desc, [(first_row + group_idx) * CHUNK, 0], inverse)
