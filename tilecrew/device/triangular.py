@@ -65,7 +65,9 @@ def invert_diagonal_blocks(minus_L):
     above.
     """
     gl.static_assert(minus_L.shape[0] == 64 and minus_L.shape[1] == 16, "four stacked 16x16 blocks")
-    return gl.inline_asm_elementwise(INVERSE_PTX, INVERSE_CONSTRAINTS, [minus_L], dtype=gl.float32, is_pure=True, pack=8)
+    return gl.inline_asm_elementwise(
+        INVERSE_PTX, INVERSE_CONSTRAINTS, [minus_L], dtype=gl.float32, is_pure=True, pack=8
+    )
 
 
 # Selections in the accumulator of a 64x64 product: warp w owns rows 16 w to 16 w + 15, and lane l (r = l / 4,
@@ -93,7 +95,11 @@ def _own(target: str, index: int) -> str:
 
 
 def _own_blocks_ptx() -> str:
-    code = ["{", *_positions(), ".reg .pred below, below1; .reg .b32 next; .reg .f32 " + ", ".join(f"x{i}" for i in range(8)) + ";"]
+    code = [
+        "{",
+        *_positions(),
+        ".reg .pred below, below1; .reg .b32 next; .reg .f32 " + ", ".join(f"x{i}" for i in range(8)) + ";",
+    ]
     code.append("add.u32 next, column, 1; setp.gt.u32 below, row, column; setp.gt.u32 below1, row, next;")
     code += [_own(f"x{i}", i) for i in (0, 1, 2, 3, 6, 7)]
     code += [f"selp.f32 x{i}, x{i}, 0f00000000, {'below1' if i % 2 else 'below'};" for i in (0, 1, 6, 7)]

@@ -147,6 +147,8 @@ def right_operand(tile, ROW_BLOCK: gl.constexpr, COLUMN_BLOCK: gl.constexpr):
 @gluon.jit
 def join_columns(X_0, X_1, X_2, X_3, LAYOUT: gl.constexpr):
     """Four [64, 16] block columns side by side; no data moves between threads."""
-    joined = gl.join(gl.join(X_0, X_1), gl.join(X_2, X_3))  # [64, 16, 2, 2]: the last two count the blocks, low bit first
+    joined = gl.join(
+        gl.join(X_0, X_1), gl.join(X_2, X_3)
+    )  # [64, 16, 2, 2]: the last two count the blocks, low bit first
     matrix = gl.reshape(gl.permute(joined, (0, 3, 2, 1)), [CHUNK, CHUNK])
     return gl.convert_layout(matrix, LAYOUT, assert_trivial=True)

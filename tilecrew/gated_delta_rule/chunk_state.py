@@ -50,7 +50,11 @@ def load_state(first, ROWS: gl.constexpr, COLUMNS: gl.constexpr, COLUMN_STRIDE: 
 
 @gluon.jit
 def state_offsets(
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, COLUMN_STRIDE: gl.constexpr, ROW_STRIDE: gl.constexpr
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    COLUMN_STRIDE: gl.constexpr,
+    ROW_STRIDE: gl.constexpr,
 ):
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.int64)[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).to(gl.int64)[None, :]

@@ -209,31 +209,31 @@ def scan_role(tiles, crew, walk, states, config: gl.constexpr):
         state = gl.convert_layout(S.to(dtype), operand_layout(square, 0))
         U = gl.zeros([SCAN_VALUES, CHUNK], gl.float32, square)
         U = warpgroup_mma(state, key.permute((1, 0)), U, use_acc=False, is_async=True)
-        # (6) of the chunk before, while U is computed
-        crew.acquire_output(i - 1)
-        tiles.output_matrix().permute((1, 0)).store(O.to(dtype))
-        crew.finish_chunk(i - 1)
-        O = gl.zeros([SCAN_VALUES, CHUNK], gl.float32, square)
-        O = warpgroup_mma(state, tiles.query_matrix(stage).permute((1, 0)), O, use_acc=False, is_async=True)
         crew.wait_prepared(i)
         factors = tiles.factor_vectors(i % NUM_SLOTS)
         V = tiles.value_matrix(stage).permute((1, 0)).load(square).to(gl.float32)
         gamma = factors.index(0).load(tokens)
-        U = warpgroup_mma_wait(1, deps=(U,))
+        S = S * scalar(factors.index(3), 0, gl.SliceLayout(0, wide))
+        U = warpgroup_mma_wait(0, deps=(U,))
         W = gl.convert_layout((V - gamma[None, :] * U).to(dtype), operand_layout(square, 0))
-        # (5)
+        # (5); then Q S, which nothing waits for yet
         V_d = gl.zeros([SCAN_VALUES, CHUNK], gl.float32, square)
         A_g = tiles.gated_inverse.index(stage).permute((1, 0))
         V_d = warpgroup_mma(W, A_g, V_d, use_acc=False, is_async=True)
-        S = S * scalar(factors.index(3), 0, gl.SliceLayout(0, wide))
-        O, state = warpgroup_mma_wait(1, deps=(O, state))
-        O = O * factors.index(1).load(tokens)[None, :]
+        Q_S = gl.zeros([SCAN_VALUES, CHUNK], gl.float32, square)
+        Q_S = warpgroup_mma(state, tiles.query_matrix(stage).permute((1, 0)), Q_S, use_acc=False, is_async=True)
+        # O of the chunk before, meanwhile
+        crew.acquire_output(i - 1)
+        tiles.output_matrix().permute((1, 0)).store(O.to(dtype))
+        crew.finish_chunk(i - 1)
         to_end = factors.index(2).load(tokens)
-        V_d, W = warpgroup_mma_wait(0, deps=(V_d, W))
+        V_d, W = warpgroup_mma_wait(1, deps=(V_d, W))
         # (7), (6)
         delta = gl.convert_layout((V_d * to_end[None, :]).to(dtype), operand_layout(wide, 0))
         S = warpgroup_mma(delta, key, S, is_async=True)
         V_d = gl.convert_layout(V_d.to(dtype), operand_layout(square, 0))
+        Q_S, state = warpgroup_mma_wait(1, deps=(Q_S, state))
+        O = Q_S * factors.index(1).load(tokens)[None, :]
         P_g = tiles.attention.index(i % NUM_SLOTS).permute((1, 0))
         O = warpgroup_mma(V_d, P_g, O, is_async=True)
         S, O, delta, V_d = warpgroup_mma_wait(0, deps=(S, O, delta, V_d))
@@ -260,7 +260,9 @@ def attention_role(tiles, crew, walk, scale, config: gl.constexpr):
         P = gl.zeros([CHUNK, CHUNK], gl.float32, square)
         key = tiles.key_matrix(stage).permute((1, 0))
         P = warpgroup_mma(tiles.query_matrix(stage), key, P, use_acc=False, is_async=True)
-        G = exp2(gates.index(0).load(rows)[:, None] - gates.index(0).load(columns)[None, :])  # above the diagonal no use
+        G = exp2(
+            gates.index(0).load(rows)[:, None] - gates.index(0).load(columns)[None, :]
+        )  # above the diagonal no use
         query_factor = gl.full([CHUNK], 1.0, gl.float32, rows) * scale
         if config.normalise:
             query_factor = query_factor * gates.index(3).load(rows)

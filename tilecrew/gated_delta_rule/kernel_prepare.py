@@ -41,10 +41,10 @@ from tilecrew.device.compat import (
 )
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
-from tilecrew.device.tiles import matrix_view
+from tilecrew.device.tiles import exp2, matrix_view
 from tilecrew.device.triangular import invert_diagonal_blocks, own_diagonal, own_lower_blocks
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
-from tilecrew.gated_delta_rule.chunk_gates import gate_mask, inverse_norms, prepare_gates, store_norms
+from tilecrew.gated_delta_rule.chunk_gates import inverse_norms, prepare_gates, store_norms
 from tilecrew.gated_delta_rule.chunk_inverse import (
     allocate_parts,
     join_columns,
@@ -279,21 +279,21 @@ def prepare_chunk(descs, gate_tensors, gate_strides, gates, long_keys, place, co
         inverse_norms(matrix_view(query, CHUNK, DIM, matrix), norms.index(1), length)
         barrier()
         store_norms(norms, gates, config)
-    # K K^T, to unit keys where asked, strictly lower, zero behind the end: stage (2) without beta and gates
+    # K K^T, of unit keys where asked, zero behind the end: stage (2) without beta and gates; only what lies below the
+    # diagonal is of use
     square: gl.constexpr = accumulator_layout(CHUNK)
     KK = gl.zeros([CHUNK, CHUNK], gl.float32, square)
     KK = warpgroup_mma(key, key.permute((1, 0)), KK, use_acc=False, is_async=True)
     KK = warpgroup_mma_wait(0, deps=(KK,))
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, square))[:, None]
-    columns = gl.arange(0, CHUNK, gl.SliceLayout(0, square))[None, :]
+    if config.normalise:
+        norm = norms.index(0)
+        KK *= norm.load(gl.SliceLayout(1, square))[:, None] * norm.load(gl.SliceLayout(0, square))[None, :]
+    KK = gl.where(rows < length, KK, 0.0)
     if config.note_long_keys:
         norms.index(0).store(own_diagonal(KK))
         barrier()
         gl.store(long_keys + gl.program_id(0), has_long_keys(norms.index(0), beta, config))
-    if config.normalise:
-        norm = norms.index(0)
-        KK *= norm.load(gl.SliceLayout(1, square))[:, None] * norm.load(gl.SliceLayout(0, square))[None, :]
-    KK = gl.where((rows < length) & (columns < rows), KK, 0.0)
     invert_heads(KK, log2_decay, beta, inverse_desc, slot * NUM_VALUE_HEADS + value_head, config)
 
 
@@ -327,11 +327,13 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, config: gl.const
     for group_idx in range(config.head_group):
         head_beta = beta.index(group_idx)
         if config.gate_inside_inverse:
-            G = gate_mask(log2_decay.index(group_idx), square)
-            L = KK * (G * -head_beta.load(gl.SliceLayout(1, square))[:, None])
+            g = log2_decay.index(group_idx)
+            # -L. Above the diagonal e^{g_i - g_j} may be infinite: no block there is read, and own_lower_blocks selects.
+            G = exp2(g.load(gl.SliceLayout(1, square))[:, None] - g.load(gl.SliceLayout(0, square))[None, :])
+            minus_L = KK * (G * -head_beta.load(gl.SliceLayout(1, square))[:, None])
             barrier()  # the head before has read its L
-            store_parts(L, L_parts, SPLIT)
-            D = invert_diagonal_blocks(own_lower_blocks(L))
+            store_parts(minus_L, L_parts, SPLIT)
+            D = invert_diagonal_blocks(own_lower_blocks(minus_L))
         else:
             D = invert_diagonal_blocks(KK_blocks * -head_beta.load(gl.SliceLayout(1, layout))[:, None])
         tma_store_wait(0)
