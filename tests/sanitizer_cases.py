@@ -10,16 +10,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from tests.gated_delta_rule.hopper_checks import EVERYTHING, KERNELS, run_kernel, run_pieces
 from tests.gated_delta_rule.kernel_checks import random_recurrent_arguments, run_portable
-from tests.gated_delta_rule.roles_checks import BLOCKS, EVERYTHING, run_pieces, run_roles
 from tilecrew.gated_delta_rule import kernel_recurrent
 from tilecrew.testing import random_arguments
 
 PACKED = {"lengths": [1, 64, 0, 70], "tail": 9}
-ROLES = {
-    128: {**PACKED, "use_qk_l2norm": True},
-    64: {"num_tokens": 70, "batch": 2, "state_v_first": True, "dtype": torch.float16},
-    32: PACKED,
+HOPPER = {
+    "roles 128": {**PACKED, "use_qk_l2norm": True},
+    "roles 64": {"num_tokens": 70, "batch": 2, "state_v_first": True, "dtype": torch.float16},
+    "roles 32": PACKED,
+    "scan": PACKED,
 }
 
 
@@ -30,12 +31,13 @@ def check(result) -> None:
 
 def main() -> None:
     sizes = {"num_heads": 1, "num_value_heads": 2, "device": "cuda", **EVERYTHING}
-    assert set(ROLES) == set(BLOCKS)
-    for block_v, options in ROLES.items():
-        check(run_roles(random_arguments(**{"dtype": torch.bfloat16, **sizes, **options}), block_v))
+    assert set(HOPPER) == set(KERNELS)
+    for kernel, options in HOPPER.items():
+        check(run_kernel(random_arguments(**{"dtype": torch.bfloat16, **sizes, **options}), kernel))
     whole = random_arguments(2, 130, dtype=torch.bfloat16, **sizes)
     # Sequence 0 is one piece, sequence 1 is not served: its outputs stay uninitialised.
-    assert run_pieces(whole, 64, [(0, 0, 1), (0, 1, 3)]).o[0].isfinite().all()
+    for kernel in ("roles 64", "scan"):
+        assert run_pieces(whole, kernel, [(0, 0, 1), (0, 1, 3)]).o[0].isfinite().all()
     for dtype, dim in ((torch.bfloat16, 128), (torch.float32, 20)):
         check(run_portable(random_arguments(**PACKED, **sizes, dtype=dtype, key_dim=dim, value_dim=dim)))
     for num_tokens, dims in ((1, (128, 128)), (3, (20, 12))):

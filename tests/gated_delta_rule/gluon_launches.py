@@ -14,7 +14,7 @@ import triton
 
 from tilecrew.device import aot
 from tilecrew.device.launch import Launch
-from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_prepare
+from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
 from tilecrew.testing import random_arguments
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -59,7 +59,32 @@ ROLES = {
     ),
 }
 
-NAMES = [*(f"prepare: {name}" for name in PREPARE), *(f"roles: {name}" for name in ROLES)]
+# For the scan: (value heads, element, long keys only, options). Without norms the kernel looks for long keys.
+GATED = {
+    "normalised, group 4, gates": (12, BF16, False, {"use_qk_l2norm": True, **GATES}),
+    "normalised, group 2, float16, packed": (6, FP16, False, {"use_qk_l2norm": True, **VARLEN}),
+    "group 4, packed": (12, BF16, False, VARLEN),
+    "group 1, float16, gates": (3, FP16, False, GATES),
+    "long keys, group 4, packed, gates": (12, BF16, True, {**VARLEN, **GATES}),
+    "long keys, group 2, float16": (6, FP16, True, {}),
+}
+
+SCAN = {
+    "plain": (BF16, {}),
+    "normalised, states": (BF16, {"use_qk_l2norm": True, **STATES}),
+    "float16, packed, states, h": (FP16, {"output_h": True, **VARLEN, **STATES}),
+    "normalised, packed, V first, h": (
+        BF16,
+        {"use_qk_l2norm": True, "state_v_first": True, "output_h": True, **VARLEN, **STATES},
+    ),
+    "float16, normalised, packed, pieces": (FP16, {"use_qk_l2norm": True, "pieces": True, **VARLEN, **STATES}),
+}
+
+NAMES = [
+    f"{kernel}: {name}"
+    for kernel, cases in (("prepare", PREPARE), ("prepare gated", GATED), ("roles", ROLES), ("scan", SCAN))
+    for name in cases
+]
 
 
 def arguments_of(num_value_heads, dtype, options):
@@ -73,6 +98,20 @@ def make_launch(name: str) -> Launch:
         arguments = arguments_of(*PREPARE[configuration])
         prepared = kernel_prepare.allocate(arguments)
         return kernel_prepare.launch(arguments, prepared, torch.empty_like(arguments.v))
+    if kernel == "prepare gated":
+        num_value_heads, dtype, only_long_keys, options = GATED[configuration]
+        arguments = arguments_of(num_value_heads, dtype, options)
+        normalise = arguments.use_qk_l2norm
+        long_keys = None if normalise else torch.zeros(arguments.num_slots * num_value_heads, dtype=torch.int32)
+        prepared = kernel_prepare.allocate_gated(arguments)
+        return kernel_prepare.launch(arguments, prepared, torch.empty_like(arguments.v), long_keys, only_long_keys)
+    if kernel == "scan":
+        dtype, options = SCAN[configuration]
+        options = dict(options)
+        pieces = torch.tensor([[0, 0, 1]], dtype=torch.int32) if options.pop("pieces", False) else None
+        arguments = arguments_of(6, dtype, options)
+        prepared = kernel_prepare.allocate_gated(arguments)
+        return kernel_forward_scan.launch(arguments, prepared, kernel_forward_roles.allocate_result(arguments), pieces)
     block_v, dtype, options = ROLES[configuration]
     options = dict(options)
     pieces = torch.tensor([[0, 0, 1]], dtype=torch.int32) if options.pop("pieces", False) else None

@@ -430,7 +430,8 @@ def test_alignment_that_tma_needs(change, is_aligned):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "stem"), [("roles", "kernel_forward_roles"), ("portable", "kernel_portable")]
+    ("implementation", "stem"),
+    [("scan", "kernel_forward_scan"), ("roles", "kernel_forward_roles"), ("portable", "kernel_portable")],
 )
 def test_the_schedule_reaches_its_kernel(implementation, stem, monkeypatch):
     arguments = problem("all_gates", output_final_state=True)

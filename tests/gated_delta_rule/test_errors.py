@@ -194,14 +194,14 @@ def test_options_of_the_chunked_function(changes, message):
 
 def test_unknown_implementation():
     for function, known in (
-        (chunk_gated_delta_rule, "roles, portable, chunked"),
+        (chunk_gated_delta_rule, "scan, roles, portable, chunked"),
         (fused_recurrent_gated_delta_rule, "recurrent, torch"),
     ):
         with pytest.raises(ValueError, match=rf"implementation must be None or one of {known}, got 'fast'"):
             function(**inputs(), implementation="fast")
 
 
-@pytest.mark.parametrize("implementation", ["roles", "portable"])
+@pytest.mark.parametrize("implementation", ["scan", "roles", "portable"])
 def test_forced_kernels_say_why_they_cannot_run(implementation):
     with pytest.raises(ValueError, match=rf"implementation='{implementation}' cannot run: "):
         chunk_gated_delta_rule(**inputs(), implementation=implementation)
@@ -315,7 +315,7 @@ def test_devices(changes, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["roles", "portable"])
+@pytest.mark.parametrize("implementation", ["scan", "roles", "portable"])
 def test_float64_with_a_forced_kernel(implementation):
     call = {name: tensor.double().cuda() for name, tensor in inputs().items()}
     with pytest.raises(ValueError, match=r"q is float64|it needs compute capability"):

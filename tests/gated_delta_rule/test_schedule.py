@@ -68,7 +68,7 @@ def test_forcing_runs_it_or_raises_with_the_limit(implementation, hardware):
 @pytest.mark.parametrize(
     ("hardware", "expected"),
     [
-        (H200, "roles"),
+        (H200, "scan"),
         (A100, "portable"),
         (RTX_5090, "portable"),
         (MI300, "portable"),
@@ -92,7 +92,7 @@ def test_usual_problem(hardware, expected):
         ({"chunk_size": 32}, "portable", "it needs chunk_size 64, got 32"),
         ({"is_aligned": False}, "portable", "multiples of 16 bytes"),
         ({"num_tokens": 2**26}, "portable", "B * T * HV must be below 2**31, got 2147483648"),
-        ({"num_tokens": 2**26 - 1}, "roles", "the fastest kernel on NVIDIA H200"),
+        ({"num_tokens": 2**26 - 1}, "scan", "the fastest kernel on NVIDIA H200"),
         ({"requires_gradient": True}, "chunked", "an input requires a gradient"),
     ],
 )

@@ -83,8 +83,8 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: g holds the raw gate a, the log decay is -exp(A_log) * softplus(a + dt_bias).
         A_log, dt_bias: [HV] for use_gate_in_kernel, which needs A_log; dt_bias defaults to zeros.
         chunk_size: tokens per chunk, 16, 32 or 64: the grid of h, and of the implementations "portable" and "chunked".
-        implementation: None chooses (`explain_chunk_gated_delta_rule` tells what and why); "roles", "portable" or
-            "chunked" force one.
+        implementation: None chooses (`explain_chunk_gated_delta_rule` tells what and why); "scan", "roles",
+            "portable" or "chunked" force one.
         output_h: also return the state before each chunk; no gradient flows through it.
 
     Returns:

@@ -283,7 +283,7 @@ def value_role(tiles, crew, walk, config: gl.constexpr):
             to_end = to_end * key_norm
         value = tiles.value_matrix(stage, BV)
         if scalar(gates.index(1), CHUNK - 1, row) == 0.0:
-            # Maybe a partial chunk. A value with beta = 0 counts for nothing: zeros for it, so for those behind the end.
+            # Maybe a partial chunk. A value with beta = 0 counts for nothing: zeros for it, and so behind the end.
             V = value.load(layout)
             value.store(gl.where(gates.index(1).load(row)[:, None] != 0.0, V, gl.zeros_like(V)))
         # C: U = K S;  W = V - gamma o U   (4)

@@ -31,15 +31,16 @@ Hand-offs       producer -> consumers                        ready when written 
 Timeline        [chunk i]
     load_*      wait inputs empty -> TMA of the chunk that comes num_stages later
     attention   wait inputs -> P, G -> wait until chunk i - 2 is finished -> P_g, factors out
-    scan        wait inputs -> U | O of chunk i - 1 out | Q S | wait prepared -> W -> V_d -> S, O
+    scan        wait inputs -> U | wait prepared, gamma_C S -> W -> V_d, Q S | O of chunk i - 1 out -> S, O
     store       (wait state -> h) | wait inputs empty -> O of chunk i, while the scan computes chunk i + 1
 
 A chunk that is not full is the last of its sequence, and what follows may hold NaN: rows of K behind the end become
-zeros as they land, values behind the end become zeros before the scan reads them (their beta is 0), rows of O behind the
-end are not stored; Q reaches only those rows.
+zeros as they land, values behind the end become zeros before the scan reads them (their beta is 0), rows of O behind
+the end are not stored; Q reaches only those rows.
 """
 
 from dataclasses import dataclass
+
 import torch
 
 from tilecrew.device.compat import (
@@ -67,6 +68,7 @@ from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
 from tilecrew.gated_delta_rule.crew_forward_scan import FACTORS, NUM_SLOTS, SCAN_VALUES, ScanCrew, ScanTiles
 from tilecrew.gated_delta_rule.kernel_forward_roles import Pointers, allocate_result
 from tilecrew.gated_delta_rule.kernel_prepare import GLUON_DTYPES, Prepared, token_descriptor
+from tilecrew.gated_delta_rule.schedule import Schedule
 
 # Threads x registers at entry, before the roles re-divide them: 12 warps x 32 x 168 of the 65,536 of an SM.
 ENTRY_REGISTERS = 168
@@ -90,7 +92,7 @@ class ScanConfig:
     num_stages: int
 
 
-def forward(arguments: ForwardArguments) -> ForwardResult:
+def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
     """Outputs and states on the current stream: the prepare kernel, then the scan. See ForwardArguments for shapes."""
     result = allocate_result(arguments)
     prepared = kernel_prepare.run_gated(arguments, result.o)
@@ -169,10 +171,15 @@ def forward_scan_kernel(
     output_pointer = pointers.output + first_token * TOKEN_STRIDE + walk.head * DIM + walk.value_offset
     tiles = ScanTiles.create(q_desc, k_desc, v_desc, inverse_desc, gates_desc, o_desc, h_desc, config)
     crew = ScanCrew.create(config)
-    states = (pointers.initial_state, pointers.final_state)
-    gl.warp_specialize(
+    VALUE_STRIDE: gl.constexpr = DIM if config.state_v_first else 1  # of the states in global memory
+    KEY_STRIDE: gl.constexpr = 1 if config.state_v_first else DIM
+    S = gl.zeros([SCAN_VALUES, DIM], gl.float32, accumulator_layout(DIM))
+    if config.has_initial_state:
+        first = state_pointer(pointers.initial_state, walk.piece, walk, config)
+        S = load_state(first, SCAN_VALUES, DIM, KEY_STRIDE, VALUE_STRIDE)
+    results = gl.warp_specialize(
         [
-            (scan_role, (tiles, crew, walk, states, config)),
+            (scan_role, (tiles, crew, walk, S, config)),
             (attention_role, (tiles, crew, walk, scale, config)),
             (load_query_key_role, (tiles, crew, walk, q_desc, k_desc, config)),
             (load_value_role, (tiles, crew, walk, v_desc, config)),
@@ -182,20 +189,18 @@ def forward_scan_kernel(
         [4, 1, 1, 1, 1],
         [ATTENTION_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
     )
+    if config.store_final_state:
+        if walk.ends_sequence == 1:
+            first = state_pointer(pointers.final_state, walk.sequence, walk, config)
+            store_state(results[0], first, KEY_STRIDE, VALUE_STRIDE)
 
 
 @gluon.jit
-def scan_role(tiles, crew, walk, states, config: gl.constexpr):
+def scan_role(tiles, crew, walk, S, config: gl.constexpr):
     wide: gl.constexpr = accumulator_layout(DIM)  # of S^T [64 values, 128 keys]
     square: gl.constexpr = accumulator_layout(CHUNK)  # of U^T, V_d^T, O^T [64 values, 64 tokens]
     tokens: gl.constexpr = gl.SliceLayout(0, square)
     dtype: gl.constexpr = tiles.query.dtype
-    VALUE_STRIDE: gl.constexpr = DIM if config.state_v_first else 1  # of the states in global memory
-    KEY_STRIDE: gl.constexpr = 1 if config.state_v_first else DIM
-    S = gl.zeros([SCAN_VALUES, DIM], gl.float32, wide)
-    if config.has_initial_state:
-        first = state_pointer(states[0], walk.piece, walk, config)
-        S = load_state(first, SCAN_VALUES, DIM, KEY_STRIDE, VALUE_STRIDE)
     O = gl.zeros([SCAN_VALUES, CHUNK], gl.float32, square)
     for i in range(walk.num_chunks):
         if config.store_h:
@@ -240,10 +245,7 @@ def scan_role(tiles, crew, walk, states, config: gl.constexpr):
     crew.acquire_output(walk.num_chunks - 1)
     tiles.output_matrix().permute((1, 0)).store(O.to(dtype))
     crew.finish_chunk(walk.num_chunks - 1)
-    if config.store_final_state:
-        if walk.ends_sequence == 1:
-            first = state_pointer(states[1], walk.sequence, walk, config)
-            store_state(S, first, KEY_STRIDE, VALUE_STRIDE)
+    return (S,)
 
 
 @gluon.jit
@@ -260,9 +262,8 @@ def attention_role(tiles, crew, walk, scale, config: gl.constexpr):
         P = gl.zeros([CHUNK, CHUNK], gl.float32, square)
         key = tiles.key_matrix(stage).permute((1, 0))
         P = warpgroup_mma(tiles.query_matrix(stage), key, P, use_acc=False, is_async=True)
-        G = exp2(
-            gates.index(0).load(rows)[:, None] - gates.index(0).load(columns)[None, :]
-        )  # above the diagonal no use
+        # e^{g_i - g_j}: above the diagonal it may be infinite, and `causal` selects
+        G = exp2(gates.index(0).load(rows)[:, None] - gates.index(0).load(columns)[None, :])
         query_factor = gl.full([CHUNK], 1.0, gl.float32, rows) * scale
         if config.normalise:
             query_factor = query_factor * gates.index(3).load(rows)
@@ -273,7 +274,7 @@ def attention_role(tiles, crew, walk, scale, config: gl.constexpr):
         tiles.attention.index(i % NUM_SLOTS).store(causal(P * G).to(dtype))
         tiles.factors.index(i % NUM_SLOTS).store(scan_factors(gates, scale, config))
         if scalar(gates.index(1), CHUNK - 1, rows) == 0.0:
-            # Maybe a partial chunk. A value with beta = 0 counts for nothing: zeros for it, so for those behind the end.
+            # Maybe a partial chunk. A value with beta = 0 counts for nothing: zeros for it, and so behind the end.
             value = tiles.value_matrix(stage)
             V = value.load(square)
             value.store(gl.where(gates.index(1).load(rows)[:, None] != 0.0, V, gl.zeros_like(V)))

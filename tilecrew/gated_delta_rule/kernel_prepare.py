@@ -102,13 +102,23 @@ class Prepared:
 
 
 def allocate(arguments: ForwardArguments) -> Prepared:
-    """Workspace for one call. The un-gated inverse needs unit keys, which only the in-kernel norm guarantees."""
+    """Workspace for the roles kernel: un-gated needs unit keys, which only the in-kernel norm guarantees."""
+    return _allocate(arguments, gate_inside_inverse=not arguments.use_qk_l2norm, multiply_beta=False)
+
+
+def allocate_gated(arguments: ForwardArguments) -> Prepared:
+    """Workspace for the scan kernel, which takes A_g."""
+    return _allocate(arguments, gate_inside_inverse=True, multiply_beta=True)
+
+
+def _allocate(arguments: ForwardArguments, gate_inside_inverse: bool, multiply_beta: bool) -> Prepared:
     v = arguments.v
     slots, num_value_heads = arguments.num_slots, v.shape[2]
     return Prepared(
         inverse=v.new_empty(slots, num_value_heads, 64, 64),
         gates=v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
-        gate_inside_inverse=not arguments.use_qk_l2norm,
+        gate_inside_inverse=gate_inside_inverse,
+        multiply_beta=multiply_beta,
     )
 
 
@@ -118,18 +128,11 @@ def run_gated(arguments: ForwardArguments, o: torch.Tensor) -> Prepared:
     Merges run in fp16. Keys that nobody normalises may be too long for that: the kernel then runs again for the chunks
     that it found to have such keys, which costs a launch that does nothing where there are none.
     """
-    v = arguments.v
-    slots, num_value_heads = arguments.num_slots, v.shape[2]
-    prepared = Prepared(
-        inverse=v.new_empty(slots, num_value_heads, 64, 64),
-        gates=v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
-        gate_inside_inverse=True,
-        multiply_beta=True,
-    )
+    prepared = allocate_gated(arguments)
     if arguments.use_qk_l2norm:
         launch(arguments, prepared, o).run()
         return prepared
-    long_keys = v.new_empty(slots * num_value_heads, dtype=torch.int32)
+    long_keys = arguments.v.new_empty(arguments.num_slots * arguments.v.shape[2], dtype=torch.int32)
     launch(arguments, prepared, o, long_keys).run()
     launch(arguments, prepared, o, long_keys, only_long_keys=True).run()
     return prepared
@@ -328,7 +331,7 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, config: gl.const
         head_beta = beta.index(group_idx)
         if config.gate_inside_inverse:
             g = log2_decay.index(group_idx)
-            # -L. Above the diagonal e^{g_i - g_j} may be infinite: no block there is read, and own_lower_blocks selects.
+            # -L. Above the diagonal e^{g_i - g_j} may be infinite: no block there is read, own_lower_blocks selects.
             G = exp2(g.load(gl.SliceLayout(1, square))[:, None] - g.load(gl.SliceLayout(0, square))[None, :])
             minus_L = KK * (G * -head_beta.load(gl.SliceLayout(1, square))[:, None])
             barrier()  # the head before has read its L

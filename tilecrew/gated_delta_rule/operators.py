@@ -22,6 +22,7 @@ from tilecrew.gated_delta_rule.schedule import Problem, Schedule, pick
 LIBRARY = torch.library.Library("tilecrew", "FRAGMENT")
 FIELDS = tuple(field.name for field in dataclasses.fields(ForwardArguments))
 TMA_ALIGNMENT = 16
+KERNELS = {"scan": "kernel_forward_scan", "roles": "kernel_forward_roles", "portable": "kernel_portable"}
 
 _SCHEMA_TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
@@ -110,8 +111,7 @@ def _run(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
 
         return chunked.forward(arguments)
     # Kernel modules import Triton, which the package must do without until a kernel is needed.
-    stem = {"roles": "kernel_forward_roles", "portable": "kernel_portable"}[schedule.implementation]
-    kernel = importlib.import_module(f"tilecrew.gated_delta_rule.{stem}")
+    kernel = importlib.import_module(f"tilecrew.gated_delta_rule.{KERNELS[schedule.implementation]}")
     return kernel.forward(arguments, schedule)
 
 

@@ -2,7 +2,8 @@
 strings.
 
 Implementations of the chunked forward:
-    roles      warp-specialised kernel for Hopper (compute capability 9.0)
+    scan       kernel for Hopper (compute capability 9.0) that keeps the state in registers
+    roles      kernel for Hopper whose state, value and output are roles of their own
     portable   plain Triton, every GPU that Triton compiles for
     chunked    batched torch, every device and dtype, and the one with gradients
 Implementations of decode:
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 from tilecrew._hardware import Hardware
 
-IMPLEMENTATIONS = ("roles", "portable", "chunked")
+IMPLEMENTATIONS = ("scan", "roles", "portable", "chunked")
+HOPPER = ("scan", "roles")
 RECURRENT_IMPLEMENTATIONS = ("recurrent", "torch")
 DIFFERENTIABLE = ("chunked", "torch")
 NO_BACKWARD = "the kernel has no backward, and an input requires a gradient"
@@ -25,9 +27,10 @@ KERNEL_DTYPES = (*HALF_DTYPES, "float32")
 
 PORTABLE_WIDE_KEYS_BYTES = 106 * 1024  # of shared memory: 64 values a block at K > 128
 
-ROLES_DIM = 128
-ROLES_CHUNK_SIZE = 64
-ROLES_MAX_GATES = 2**31
+HOPPER_DIM = 128
+HOPPER_CHUNK_SIZE = 64
+HOPPER_MAX_GATES = 2**31
+SCAN_BLOCK_V = 64
 # Time of one chunk in one CTA relative to block_v = 128, measured on an H200: narrower blocks repeat the work on keys.
 ROLES_CHUNK_TIME = {128: 1.0, 64: 0.70, 32: 0.58}
 
@@ -75,8 +78,8 @@ def supports(implementation: str, problem: Problem, hardware: Hardware) -> str |
         return None
     if problem.requires_gradient:
         return NO_BACKWARD
-    if implementation == "roles":
-        return _roles_limit(problem, hardware)
+    if implementation in HOPPER:
+        return _hopper_limit(problem, hardware)
     return _triton_limit(problem, hardware)
 
 
@@ -103,12 +106,12 @@ def pick(problem: Problem, hardware: Hardware, implementation: str | None = None
     if problem.requires_gradient:
         reason = "an input requires a gradient, and the differentiable chunked torch path is the one with a backward"
         return _schedule("chunked", problem, hardware, reason)
-    roles_limit = supports("roles", problem, hardware)
-    if roles_limit is None:
-        return _schedule("roles", problem, hardware, f"the fastest kernel on {hardware.name}")
+    hopper_limit = supports("scan", problem, hardware)
+    if hopper_limit is None:
+        return _schedule("scan", problem, hardware, f"the fastest kernel on {hardware.name}")
     portable_limit = supports("portable", problem, hardware)
     if portable_limit is None:
-        return _schedule("portable", problem, hardware, f"roles cannot run: {roles_limit}")
+        return _schedule("portable", problem, hardware, f"scan cannot run: {hopper_limit}")
     return _schedule("chunked", problem, hardware, f"no kernel can run: {portable_limit}")
 
 
@@ -128,7 +131,7 @@ def roles_block_v(problem: Problem, num_sms: int) -> int:
     least."""
 
     def cost(block_v: int) -> float:
-        num_ctas = problem.num_sequences * problem.num_value_heads * (ROLES_DIM // block_v)
+        num_ctas = problem.num_sequences * problem.num_value_heads * (HOPPER_DIM // block_v)
         num_waves = -(-num_ctas // num_sms)
         return num_waves * ROLES_CHUNK_TIME[block_v]
 
@@ -143,11 +146,11 @@ def _forced(implementation: str, problem: Problem, hardware: Hardware) -> str:
 
 
 def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason: str) -> Schedule:
-    if implementation == "roles":
-        block_v = roles_block_v(problem, hardware.num_sms)
-        num_ctas = problem.num_sequences * problem.num_value_heads * (ROLES_DIM // block_v)
+    if implementation in HOPPER:
+        block_v = SCAN_BLOCK_V if implementation == "scan" else roles_block_v(problem, hardware.num_sms)
+        num_ctas = problem.num_sequences * problem.num_value_heads * (HOPPER_DIM // block_v)
         reason = f"{reason}; {num_ctas} CTAs of {block_v} values on {hardware.num_sms} SMs"
-        return Schedule(implementation, block_v, ROLES_CHUNK_SIZE, reason)
+        return Schedule(implementation, block_v, HOPPER_CHUNK_SIZE, reason)
     if implementation == "portable":
         return Schedule(implementation, _portable_block_v(problem, hardware), problem.chunk_size, reason)
     return Schedule(implementation, problem.value_dim, problem.chunk_size, reason)
@@ -169,21 +172,21 @@ def _portable_block_v(problem: Problem, hardware: Hardware) -> int:
     return block_v
 
 
-def _roles_limit(problem: Problem, hardware: Hardware) -> str | None:
+def _hopper_limit(problem: Problem, hardware: Hardware) -> str | None:
     if hardware.backend != "cuda" or hardware.capability != (9, 0):
         return f"it needs compute capability 9.0 (Hopper), the device is {_describe(hardware)}"
     if not hardware.has_triton:
         return "Triton is not installed"
     if problem.dtype not in HALF_DTYPES:
         return f"it needs bfloat16 or float16, q is {problem.dtype}"
-    if (problem.key_dim, problem.value_dim) != (ROLES_DIM, ROLES_DIM):
-        return f"it needs K = V = {ROLES_DIM}, got K = {problem.key_dim}, V = {problem.value_dim}"
-    if problem.chunk_size != ROLES_CHUNK_SIZE:
-        return f"it needs chunk_size {ROLES_CHUNK_SIZE}, got {problem.chunk_size}"
+    if (problem.key_dim, problem.value_dim) != (HOPPER_DIM, HOPPER_DIM):
+        return f"it needs K = V = {HOPPER_DIM}, got K = {problem.key_dim}, V = {problem.value_dim}"
+    if problem.chunk_size != HOPPER_CHUNK_SIZE:
+        return f"it needs chunk_size {HOPPER_CHUNK_SIZE}, got {problem.chunk_size}"
     if not problem.is_aligned:
         return "base addresses and strides of q, k, v must be multiples of 16 bytes"
     num_gates = problem.batch * problem.num_tokens * problem.num_value_heads
-    if num_gates >= ROLES_MAX_GATES:
+    if num_gates >= HOPPER_MAX_GATES:
         return f"B * T * HV must be below 2**31, got {num_gates}"
     return None
 

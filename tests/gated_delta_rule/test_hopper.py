@@ -1,24 +1,24 @@
-"""The roles kernel on a Hopper GPU: against float64, and what it promises about bits, memory and graphs."""
+"""The Hopper kernels, roles and scan, on a GPU: against float64, and what it promises about bits, memory and graphs."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.gated_delta_rule.hopper_checks import (
+    EVERYTHING,
+    KERNELS,
+    assert_same_bits,
+    check_kernels,
+    check_result,
+    run_kernel,
+    run_pieces,
+)
 from tests.gated_delta_rule.kernel_checks import (
     FLOOR,
     spread_over_more_than_2_to_31_elements,
     with_nan_tail,
     with_strided_inputs,
-)
-from tests.gated_delta_rule.roles_checks import (
-    BLOCKS,
-    EVERYTHING,
-    assert_same_bits,
-    check_result,
-    check_roles,
-    run_pieces,
-    run_roles,
 )
 from tests.gated_delta_rule.yardsticks import rounded_chunks
 from tilecrew import chunk_gated_delta_rule, explain_chunk_gated_delta_rule
@@ -43,7 +43,7 @@ def problem(*sizes, dtype=torch.bfloat16, **options):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("num_tokens", [1, 5, 63, 64, 65, 127, 1000])
 def test_numbers_of_tokens(num_tokens, dtype):
-    check_roles(problem(2, num_tokens, dtype=dtype))
+    check_kernels(problem(2, num_tokens, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -52,7 +52,7 @@ def test_numbers_of_tokens(num_tokens, dtype):
 def test_norms_and_gates_inside(num_tokens, normalise, dtype):
     gates = {"A_log": torch.randn(4).cuda(), "dt_bias": torch.randn(4).cuda()}
     flags = {"use_qk_l2norm": normalise, "use_beta_sigmoid": True, "allow_neg_eigval": True}
-    check_roles(problem(2, num_tokens, dtype=dtype, normalised=not normalise, **gates, **flags))
+    check_kernels(problem(2, num_tokens, dtype=dtype, normalised=not normalise, **gates, **flags))
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_norms_and_gates_inside(num_tokens, normalise, dtype):
 )
 def test_packed_sequences_with_nan_in_the_tail(dtype, index_dtype, state_v_first):
     arguments = with_nan_tail(problem(**PACKED, dtype=dtype, state_v_first=state_v_first))
-    check_roles(replace(arguments, cu_seqlens=arguments.cu_seqlens.to(index_dtype)))
+    check_kernels(replace(arguments, cu_seqlens=arguments.cu_seqlens.to(index_dtype)))
 
 
-@pytest.mark.parametrize("block_v", BLOCKS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("normalise", [False, True])
-def test_nan_and_infinity_stay_in_their_sequence(normalise, block_v):
+def test_nan_and_infinity_stay_in_their_sequence(normalise, kernel):
     arguments = problem(**PACKED, use_qk_l2norm=normalise)
-    clean = run_roles(arguments, block_v)
+    clean = run_kernel(arguments, kernel)
     bounds = arguments.cu_seqlens.tolist()
     sick = 4  # 129 tokens; the partial chunk before it reaches into its rows, its own into the next sequence's
     start, end = bounds[sick], bounds[sick + 1]
@@ -81,7 +81,7 @@ def test_nan_and_infinity_stay_in_their_sequence(normalise, block_v):
         inputs = {name: getattr(arguments, name).clone() for name in names}
         for name, x in inputs.items():
             (x[sick] if name == "initial_state" else x[:, start:end]).fill_(value)
-        actual = run_roles(replace(arguments, **inputs), block_v)
+        actual = run_kernel(replace(arguments, **inputs), kernel)
         # The sequence itself shows it: nothing is replaced in silence.
         assert not actual.o[:, start:end].isfinite().any()
         assert not actual.final_state[sick].isfinite().all()
@@ -94,37 +94,46 @@ def test_nan_and_infinity_stay_in_their_sequence(normalise, block_v):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "block_v", "dtype"), [(1, 128, torch.float16), (3, 64, torch.bfloat16), (4, 32, torch.bfloat16)]
+    ("ratio", "kernel", "dtype"),
+    [
+        (1, "roles 128", torch.float16),
+        (3, "roles 64", torch.bfloat16),
+        (4, "roles 32", torch.bfloat16),
+        (1, "scan", torch.float16),
+        (3, "scan", torch.bfloat16),
+        (4, "scan", torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize("normalise", [False, True])
-def test_grouped_value_heads(normalise, ratio, block_v, dtype):
-    check_roles(problem(2, 200, 3, 3 * ratio, dtype=dtype, use_qk_l2norm=normalise), (block_v,))
+def test_grouped_value_heads(normalise, ratio, kernel, dtype):
+    check_kernels(problem(2, 200, 3, 3 * ratio, dtype=dtype, use_qk_l2norm=normalise), (kernel,))
 
 
-def test_optional_outputs_and_state():
-    arguments, block_v = problem(2, 200), 64
-    whole = run_roles(arguments, block_v)
+@pytest.mark.parametrize("kernel", ["roles 64", "scan"])
+def test_optional_outputs_and_state(kernel):
+    arguments = problem(2, 200)
+    whole = run_kernel(arguments, kernel)
     for final_state, h in ((False, False), (True, False), (False, True)):
-        part = run_roles(replace(arguments, output_final_state=final_state, output_h=h), block_v)
+        part = run_kernel(replace(arguments, output_final_state=final_state, output_h=h), kernel)
         assert torch.equal(part.o, whole.o)
         assert torch.equal(part.final_state, whole.final_state) if final_state else part.final_state is None
         assert torch.equal(part.h, whole.h) if h else part.h is None
-    zeros = run_roles(replace(arguments, initial_state=torch.zeros_like(arguments.initial_state)), block_v)
-    assert_same_bits(run_roles(replace(arguments, initial_state=None), block_v), zeros)
+    zeros = run_kernel(replace(arguments, initial_state=torch.zeros_like(arguments.initial_state)), kernel)
+    assert_same_bits(run_kernel(replace(arguments, initial_state=None), kernel), zeros)
 
 
 def test_state_layouts_give_the_same_bits():
     arguments = problem(2, 200)
     transposed = replace(arguments, initial_state=arguments.initial_state.mT.contiguous(), state_v_first=True)
-    for block_v in BLOCKS:
-        expected, actual = run_roles(arguments, block_v), run_roles(transposed, block_v)
+    for kernel in KERNELS:
+        expected, actual = run_kernel(arguments, kernel), run_kernel(transposed, kernel)
         assert_same_bits(replace(actual, final_state=actual.final_state.mT), expected)
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_large_initial_state(dtype):
     arguments = problem(2, 200, dtype=dtype)
-    check_roles(replace(arguments, initial_state=arguments.initial_state * 1e3))
+    check_kernels(replace(arguments, initial_state=arguments.initial_state * 1e3))
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -134,13 +143,13 @@ def test_gates_of_any_strength(g, normalise, dtype):
     arguments = problem(1, 200, dtype=dtype, use_qk_l2norm=normalise)
     arguments.g[:, 10] = g
     arguments.g[:, 100:140] = g
-    check_roles(arguments)
+    check_kernels(arguments)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
 def test_no_decay_at_all(normalise):
     arguments = problem(1, 300, use_qk_l2norm=normalise)
-    check_roles(replace(arguments, g=torch.zeros_like(arguments.g)))
+    check_kernels(replace(arguments, g=torch.zeros_like(arguments.g)))
 
 
 def test_a_hard_reset_forgets_everything_before_it():
@@ -151,8 +160,8 @@ def test_a_hard_reset_forgets_everything_before_it():
     before["initial_state"].mul_(3)
     for name in ("k", "v"):
         before[name][:, :64] = before[name][:, :64].flip(1)
-    for block_v in BLOCKS:
-        actual, expected = (run_roles(x, block_v) for x in (replace(arguments, **before), arguments))
+    for kernel in KERNELS:
+        actual, expected = (run_kernel(x, kernel) for x in (replace(arguments, **before), arguments))
         assert torch.equal(actual.o[:, 70:], expected.o[:, 70:])
         assert torch.equal(actual.final_state, expected.final_state)
 
@@ -165,7 +174,7 @@ def test_equal_keys(beta, normalise, dtype):
     arguments = problem(1, 128, dtype=dtype, use_qk_l2norm=normalise)
     arguments.k[:] = arguments.k[:, :1].clone()
     arguments.beta.fill_(beta)
-    check_roles(arguments)
+    check_kernels(arguments)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -182,7 +191,7 @@ def test_nearly_parallel_keys(beta, normalise, dtype):
     keys = arguments.k[:, :1].float() + 0.03 * 128**-0.5 * torch.randn(arguments.k.shape).cuda()
     arguments.k.copy_(torch.nn.functional.normalize(keys, dim=-1))
     arguments.beta.fill_(beta)
-    check_roles(arguments, merge_dtype=torch.float16)
+    check_kernels(arguments, merge_dtype=torch.float16)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -190,7 +199,7 @@ def test_nearly_parallel_keys(beta, normalise, dtype):
 def test_long_keys_under_strong_gates(gate_strength, dtype):
     """|k| = 3: the un-gated inverse would overflow, the gated one does not."""
     arguments = problem(1, 300, dtype=dtype, gate_strength=gate_strength)
-    check_roles(replace(arguments, k=arguments.k * 3))
+    check_kernels(replace(arguments, k=arguments.k * 3))
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -198,64 +207,73 @@ def test_strided_inputs(normalise):
     arguments = problem(2, 200, use_qk_l2norm=normalise)
     strided = with_strided_inputs(arguments)
     assert strided.q.stride(1) > strided.q.shape[2] * strided.q.shape[3]
-    for block_v in BLOCKS:
-        assert_same_bits(run_roles(strided, block_v), run_roles(arguments, block_v))
+    for kernel in KERNELS:
+        assert_same_bits(run_kernel(strided, kernel), run_kernel(arguments, kernel))
 
 
 @pytest.mark.parametrize(
-    ("block_v", "lengths", "state_v_first"),
-    [(128, None, False), (128, [300, 1, 200], False), (64, [300, 1, 200], True), (32, None, False)],
+    ("kernel", "lengths", "state_v_first"),
+    [
+        ("roles 128", None, False),
+        ("roles 128", [300, 1, 200], False),
+        ("roles 64", [300, 1, 200], True),
+        ("roles 32", None, False),
+        ("scan", None, False),
+        ("scan", [300, 1, 200], False),
+        ("scan", [300, 1, 200], True),
+    ],
 )
-def test_pieces_are_the_whole_bit_for_bit(block_v, lengths, state_v_first):
+def test_pieces_are_the_whole_bit_for_bit(kernel, lengths, state_v_first):
     """The first sequence cut behind its second chunk; the second piece starts from the state that the first ends in."""
     arguments = problem(1, 300, lengths=lengths, state_v_first=state_v_first)
-    whole = run_roles(arguments, block_v)
+    whole = run_kernel(arguments, kernel)
     # The same tokens, ending where the piece ends: its final state is the state there, in float32.
     names = ("q", "k", "v", "g", "beta")
     prefix = {name: getattr(arguments, name)[:, :128] for name in names}
     cu_seqlens = None if lengths is None else torch.tensor([0, 128], dtype=torch.int32, device="cuda")
     initial_state = arguments.initial_state
     prefix = replace(arguments, **prefix, cu_seqlens=cu_seqlens, initial_state=initial_state[:1])
-    state = run_roles(prefix, block_v).final_state
+    state = run_kernel(prefix, kernel).final_state
     pieces = [(0, 0, 2), (0, 2, 5), (1, 0, 1), (2, 0, 4)][: 2 if lengths is None else 4]
     states = torch.cat([initial_state[:1], state, initial_state[1:]])
-    assert_same_bits(run_pieces(replace(arguments, initial_state=states), block_v, pieces), whole)
+    assert_same_bits(run_pieces(replace(arguments, initial_state=states), kernel, pieces), whole)
 
 
-@pytest.mark.parametrize("block_v", BLOCKS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("normalise", [False, True])
-def test_hundred_runs_give_the_same_bits(normalise, block_v):
+def test_hundred_runs_give_the_same_bits(normalise, kernel):
     arguments = problem(lengths=[300, 1, 1000, 64, 700] * 8, tail=3, use_qk_l2norm=normalise)
-    first = run_roles(arguments, block_v)
+    first = run_kernel(arguments, kernel)
     for _ in range(100):
-        assert_same_bits(run_roles(arguments, block_v), first)
+        assert_same_bits(run_kernel(arguments, kernel), first)
 
 
-@pytest.mark.parametrize("block_v", BLOCKS)
-def test_cuda_graph_replays_with_other_values_and_lengths(block_v):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cuda_graph_replays_with_other_values_and_lengths(kernel):
     arguments = problem(lengths=[300, 1, 200], tail=11, use_qk_l2norm=True)
-    run_roles(arguments, block_v)  # compiles
+    run_kernel(arguments, kernel)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run_roles(arguments, block_v)
+        captured = run_kernel(arguments, kernel)
     for seed, bounds in enumerate(([0, 300, 301, 501], [0, 0, 64, 512]), start=1):
         other = problem(lengths=[300, 1, 200], tail=11, seed=seed)
         for name in ("q", "k", "v", "g", "beta", "initial_state"):
             getattr(arguments, name).copy_(getattr(other, name))
         arguments.cu_seqlens.copy_(torch.tensor(bounds))
-        expected = run_roles(arguments, block_v)
+        expected = run_kernel(arguments, kernel)
         for x in (captured.o, captured.final_state, captured.h):
             x.fill_(float("nan"))
         graph.replay()
         assert_same_bits(captured, expected)
 
 
-def test_more_programs_than_a_grid_dimension_of_65535():
+@pytest.mark.parametrize("kernel", ["roles 64", "scan"])
+def test_more_programs_than_a_grid_dimension_of_65535(kernel):
     """2,100 sequences of 32 heads; states are checked for the last sequences, which the highest programs serve."""
     lengths = [1 + n % 3 for n in range(2100)]
     options = {"use_qk_l2norm": True, "output_h": False, "with_initial_state": False}
     arguments = problem(1, 1, 32, 32, lengths=lengths, **options)
-    actual = run_roles(arguments, 64)
+    actual = run_kernel(arguments, kernel)
     light = replace(arguments, output_final_state=False)
     expected = reference.recurrent_gated_delta_rule(as_float64(light))
     check_result(light, replace(actual, final_state=None), expected, rounded_chunks(light))
@@ -267,19 +285,21 @@ def test_more_programs_than_a_grid_dimension_of_65535():
     check_result(last, actual, expected, rounded_chunks(last))
 
 
-def test_input_offsets_past_2_to_31():
+@pytest.mark.parametrize("kernel", ["roles 64", "scan"])
+def test_input_offsets_past_2_to_31(kernel):
     arguments = problem(1, 100, output_h=False)
-    expected = run_roles(arguments, 64)
-    assert_same_bits(run_roles(spread_over_more_than_2_to_31_elements(arguments), 64), expected)
+    expected = run_kernel(arguments, kernel)
+    assert_same_bits(run_kernel(spread_over_more_than_2_to_31_elements(arguments), kernel), expected)
 
 
-def test_value_output_and_state_offsets_past_2_to_31():
+@pytest.mark.parametrize("kernel", ["roles 128", "scan"])
+def test_value_output_and_state_offsets_past_2_to_31(kernel):
     """2**31 elements and more of v, o and h: every value head has the same inputs, and must have the same outputs."""
     num_tokens, num_value_heads = 2**17 + 70, 128
     small = problem(1, num_tokens, 1, 1, with_initial_state=False, use_qk_l2norm=True)
     g, beta = (x.expand(-1, -1, num_value_heads) for x in (small.g, small.beta))
     wide = replace(small, v=small.v.expand(-1, -1, num_value_heads, -1).contiguous(), g=g, beta=beta)
-    actual, expected = run_roles(wide, 128), run_roles(small, 128)
+    actual, expected = run_kernel(wide, kernel), run_kernel(small, kernel)
     assert min(wide.v.numel(), actual.o.numel(), actual.h.numel()) > 2**31
     for name, head_dim in (("o", 2), ("final_state", 1), ("h", 2)):
         x = getattr(actual, name)
@@ -307,16 +327,18 @@ def test_public_function(lengths, dtype):
         "dt_bias": dt_bias,
     }
     schedule = explain_chunk_gated_delta_rule(**inputs, **options)
-    assert schedule.implementation == "roles"
-    expected = run_roles(arguments, schedule.block_v)
-    for implementation in (None, "roles"):
+    assert schedule.implementation == "scan"
+    block_v = explain_chunk_gated_delta_rule(**inputs, **options, implementation="roles").block_v
+    for implementation, kernel in ((None, "scan"), ("scan", "scan"), ("roles", f"roles {block_v}")):
+        expected = run_kernel(arguments, kernel)
         results = chunk_gated_delta_rule(**inputs, **options, implementation=implementation)
         for x, y in zip(results, (expected.o, expected.final_state, expected.h), strict=True):
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("implementation", ["scan", "roles"])
 @pytest.mark.parametrize("lengths", [None, [0, 0]], ids=["batch", "packed"])
-def test_no_token(lengths):
+def test_no_token(lengths, implementation):
     arguments = problem(2, 0, lengths=lengths)
     inputs = (arguments.q, arguments.k, arguments.v, arguments.g, arguments.beta)
     o, final_state = chunk_gated_delta_rule(
@@ -324,7 +346,7 @@ def test_no_token(lengths):
         initial_state=arguments.initial_state,
         output_final_state=True,
         cu_seqlens=arguments.cu_seqlens,
-        implementation="roles",
+        implementation=implementation,
     )
     assert o.shape == arguments.v.shape
     assert torch.equal(final_state, arguments.initial_state)
@@ -332,8 +354,8 @@ def test_no_token(lengths):
 
 def test_no_token_of_the_batch_belongs_to_a_sequence():
     arguments = with_nan_tail(problem(lengths=[0, 0, 0], tail=130, use_qk_l2norm=True))
-    for block_v in BLOCKS:
-        actual = run_roles(arguments, block_v)
+    for kernel in KERNELS:
+        actual = run_kernel(arguments, kernel)
         assert not actual.o.any()
         assert not actual.h.any()
         assert torch.equal(actual.final_state, arguments.initial_state)
@@ -343,4 +365,4 @@ def test_error_is_that_of_the_rounding():
     """A figure to notice a loss of precision by: the error of bfloat16 outputs is about 2^-8."""
     arguments = problem(2, 1000, use_qk_l2norm=True)
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
-    assert relative_error(run_roles(arguments, 64).o, expected.o) < 2**-7
+    assert relative_error(run_kernel(arguments, 64).o, expected.o) < 2**-7

@@ -1,5 +1,5 @@
-"""Runs the roles kernel and checks it: truth is the token recurrence in float64, and its error may be twice that of
-yardsticks.rounded_chunks plus a floor (kernel_checks.assert_within)."""
+"""Runs the Hopper kernels, roles and scan, and checks them: truth is the token recurrence in float64, and their error
+may be twice that of yardsticks.rounded_chunks plus a floor (kernel_checks.assert_within)."""
 
 import torch
 
@@ -10,36 +10,48 @@ from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.schedule import Schedule
 from tilecrew.testing import as_float64
 
-BLOCKS = (128, 64, 32)
+BLOCKS = ("roles 128", "roles 64", "roles 32")
+KERNELS = (*BLOCKS, "scan")
 EVERYTHING = {"with_initial_state": True, "output_final_state": True, "output_h": True}
 
 
-def run_roles(arguments: ForwardArguments, block_v: int) -> ForwardResult:
-    from tilecrew.gated_delta_rule import kernel_forward_roles
+def run_kernel(arguments: ForwardArguments, kernel: str) -> ForwardResult:
+    """kernel: "scan", or "roles" and its block of V."""
+    from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan
 
-    return kernel_forward_roles.forward(arguments, Schedule("roles", block_v, 64, "test"))
+    if kernel == "scan":
+        return kernel_forward_scan.forward(arguments, Schedule("scan", 64, 64, "test"))
+    return kernel_forward_roles.forward(arguments, Schedule("roles", block_of(kernel), 64, "test"))
 
 
-def run_pieces(arguments: ForwardArguments, block_v: int, pieces: list[tuple[int, int, int]]) -> ForwardResult:
+def run_pieces(arguments: ForwardArguments, kernel: str, pieces: list[tuple[int, int, int]]) -> ForwardResult:
     """pieces: (sequence, first chunk, chunk behind the last); initial_state has a row for each."""
-    from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_prepare
+    from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
 
-    prepared = kernel_prepare.allocate(arguments)
     result = kernel_forward_roles.allocate_result(arguments)
     rows = torch.tensor(pieces, dtype=torch.int32, device=arguments.q.device)
-    kernel_prepare.launch(arguments, prepared, result.o).run()
-    kernel_forward_roles.launch(arguments, prepared, result, block_v, rows).run()
+    if kernel == "scan":
+        prepared = kernel_prepare.run_gated(arguments, result.o)
+        kernel_forward_scan.launch(arguments, prepared, result, rows).run()
+    else:
+        prepared = kernel_prepare.allocate(arguments)
+        kernel_prepare.launch(arguments, prepared, result.o).run()
+        kernel_forward_roles.launch(arguments, prepared, result, block_of(kernel), rows).run()
     return result
 
 
-def check_roles(
-    arguments: ForwardArguments, blocks: tuple[int, ...] = BLOCKS, merge_dtype: torch.dtype | None = None
+def block_of(kernel: str) -> int:
+    return int(kernel.removeprefix("roles "))
+
+
+def check_kernels(
+    arguments: ForwardArguments, kernels: tuple[str, ...] = KERNELS, merge_dtype: torch.dtype | None = None
 ) -> None:
-    """Every output for every V block; zeros where no sequence is. merge_dtype: of the yardstick."""
+    """Every output of every kernel; zeros where no sequence is. merge_dtype: of the yardstick."""
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
     yardstick = rounded_chunks(arguments, merge_dtype)
-    for block_v in blocks:
-        check_result(arguments, run_roles(arguments, block_v), expected, yardstick)
+    for kernel in kernels:
+        check_result(arguments, run_kernel(arguments, kernel), expected, yardstick)
 
 
 def check_result(
