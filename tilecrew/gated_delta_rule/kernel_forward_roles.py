@@ -51,7 +51,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tilecrew.device.compat import (
-    TensorDescriptor,
     barrier,
     fence_async_shared,
     gl,
@@ -63,8 +62,9 @@ from tilecrew.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilecrew.device.descriptors import matrix_descriptor, token_descriptor
 from tilecrew.device.launch import Launch
-from tilecrew.device.mma import accumulator_layout, operand_layout, row_tile_layout, tile_layout
+from tilecrew.device.mma import accumulator_layout, operand_layout
 from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, zero_rows
 from tilecrew.gated_delta_rule import kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
@@ -73,7 +73,7 @@ from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, GATE_ROWS
 from tilecrew.gated_delta_rule.chunk_state import load_state, state_pointer, store_state
 from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
 from tilecrew.gated_delta_rule.crew_forward_roles import Crew, Tiles
-from tilecrew.gated_delta_rule.kernel_prepare import GLUON_DTYPES, Prepared, token_descriptor
+from tilecrew.gated_delta_rule.kernel_prepare import Prepared
 from tilecrew.gated_delta_rule.schedule import Schedule
 
 VALUE_REGISTERS, OUTPUT_REGISTERS, COPY_REGISTERS = gl.constexpr(136), gl.constexpr(168), gl.constexpr(48)
@@ -151,7 +151,6 @@ def launch(
     """
     q, v = arguments.q, arguments.v
     num_value_heads = v.shape[2]
-    dtype = GLUON_DTYPES[q.dtype]
     config = RolesConfig(
         num_value_heads=num_value_heads,
         value_heads_per_head=num_value_heads // q.shape[2],
@@ -166,15 +165,14 @@ def launch(
         state_v_first=arguments.state_v_first,
     )
     h = result.o if result.h is None else result.h
-    tile = [128, block_v]
     args = (
         token_descriptor(q, 128),
         token_descriptor(arguments.k, 128),
         token_descriptor(v, block_v),
-        TensorDescriptor.from_tensor(prepared.inverse.view(-1, 64), [64, 64], tile_layout([64, 64], dtype)),
-        TensorDescriptor.from_tensor(prepared.gates.view(-1, 64), [4, 64], row_tile_layout()),
+        matrix_descriptor(prepared.inverse, 64, 64),
+        matrix_descriptor(prepared.gates, 4, 64),
         token_descriptor(result.o, block_v),
-        TensorDescriptor.from_tensor(h.view(-1, 128), tile, tile_layout(tile, dtype)),
+        matrix_descriptor(h, 128, block_v),
         Pointers(result.o, arguments.initial_state, result.final_state, arguments.cu_seqlens, pieces),
         arguments.scale,
         config,

@@ -44,7 +44,6 @@ from dataclasses import dataclass
 import torch
 
 from tilecrew.device.compat import (
-    TensorDescriptor,
     barrier,
     fence_async_shared,
     gl,
@@ -56,8 +55,9 @@ from tilecrew.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilecrew.device.descriptors import matrix_descriptor, token_descriptor
 from tilecrew.device.launch import Launch
-from tilecrew.device.mma import accumulator_layout, operand_layout, row_tile_layout, tile_layout
+from tilecrew.device.mma import accumulator_layout, operand_layout
 from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, zero_rows
 from tilecrew.device.triangular import causal
 from tilecrew.gated_delta_rule import kernel_prepare
@@ -67,7 +67,7 @@ from tilecrew.gated_delta_rule.chunk_state import load_state, state_pointer, sto
 from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
 from tilecrew.gated_delta_rule.crew_forward_scan import FACTORS, NUM_SLOTS, SCAN_VALUES, ScanCrew, ScanTiles
 from tilecrew.gated_delta_rule.kernel_forward_roles import Pointers, allocate_result
-from tilecrew.gated_delta_rule.kernel_prepare import GLUON_DTYPES, Prepared, token_descriptor
+from tilecrew.gated_delta_rule.kernel_prepare import Prepared
 from tilecrew.gated_delta_rule.schedule import Schedule
 
 # Threads x registers at entry, before the roles re-divide them: 12 warps x 32 x 168 of the 65,536 of an SM.
@@ -109,7 +109,6 @@ def launch(
     """The launch of this kernel; `pieces` as in kernel_forward_roles.launch."""
     q, v = arguments.q, arguments.v
     num_value_heads = v.shape[2]
-    dtype = GLUON_DTYPES[q.dtype]
     config = ScanConfig(
         num_value_heads=num_value_heads,
         value_heads_per_head=num_value_heads // q.shape[2],
@@ -123,15 +122,14 @@ def launch(
         num_stages=NUM_STAGES - (result.h is not None),
     )
     h = result.o if result.h is None else result.h
-    tile = [128, 64]
     args = (
         token_descriptor(q, 128),
         token_descriptor(arguments.k, 128),
         token_descriptor(v, 64),
-        TensorDescriptor.from_tensor(prepared.inverse.view(-1, 64), [64, 64], tile_layout([64, 64], dtype)),
-        TensorDescriptor.from_tensor(prepared.gates.view(-1, 64), [4, 64], row_tile_layout()),
+        matrix_descriptor(prepared.inverse, 64, 64),
+        matrix_descriptor(prepared.gates, 4, 64),
         token_descriptor(result.o, 64),
-        TensorDescriptor.from_tensor(h.view(-1, 128), tile, tile_layout(tile, dtype)),
+        matrix_descriptor(h, 128, 64),
         Pointers(result.o, arguments.initial_state, result.final_state, arguments.cu_seqlens, pieces),
         arguments.scale,
         config,

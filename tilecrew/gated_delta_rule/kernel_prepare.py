@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 
 from tilecrew.device.compat import (
-    TensorDescriptor,
     barrier,
     fence_async_shared,
     gl,
@@ -39,6 +38,7 @@ from tilecrew.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilecrew.device.descriptors import matrix_descriptor, token_descriptor
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
 from tilecrew.device.tiles import exp2, matrix_view
@@ -55,7 +55,6 @@ from tilecrew.gated_delta_rule.chunk_inverse import (
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, GATE_ROWS
 from tilecrew.gated_delta_rule.chunk_walk import find_chunk
 
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 BLOCK = gl.constexpr(16)
 # Bounds of beta |k|^2 and |k|^2 for merges in fp16.
 LARGEST_WRITE, LARGEST_SQUARE = gl.constexpr(2.1), gl.constexpr(64.0)
@@ -138,14 +137,6 @@ def run_gated(arguments: ForwardArguments, o: torch.Tensor) -> Prepared:
     return prepared
 
 
-def token_descriptor(x: torch.Tensor, block: int) -> TensorDescriptor:
-    """64 tokens of one head, `block` columns of it, as a TMA box of a strided [B, T, H, K] tensor."""
-    # TMA wants strides in multiples of 16 bytes, also of dimensions of size 1, whose strides mean nothing.
-    strides = [stride if size > 1 else 128 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    shape = [1, 64, 1, block]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], shape, tile_layout(shape, GLUON_DTYPES[x.dtype]))
-
-
 def launch(
     arguments: ForwardArguments,
     prepared: Prepared,
@@ -177,11 +168,10 @@ def launch(
         beta_factor=2.0 if arguments.allow_neg_eigval else 1.0,
         varlen=arguments.cu_seqlens is not None,
     )
-    inverse = prepared.inverse.view(-1, 64)
     args = (
         token_descriptor(k, 128),
         token_descriptor(q, 128),
-        TensorDescriptor.from_tensor(inverse, [64, 64], tile_layout([64, 64], GLUON_DTYPES[q.dtype])),
+        matrix_descriptor(prepared.inverse, 64, 64),
         (g, arguments.beta, arguments.A_log, arguments.dt_bias),
         (*g.stride(), *arguments.beta.stride()),
         prepared.gates,
