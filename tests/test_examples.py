@@ -29,7 +29,7 @@ def test_python_in_the_readme(capsys):
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     assert names["state"].shape == (1, 4, 128, 128)
-    assert re.match(r"(chunked|portable|roles), V block", capsys.readouterr().out)
+    assert re.match(r"(chunked|portable|roles|scan), V block", capsys.readouterr().out)
 
 
 def test_documents_link_to_files_that_exist():

@@ -1,4 +1,4 @@
-"""The prepare kernel on a Hopper GPU: gates, norms, both inverses and the zeros of the tail, against float64."""
+"""The prepare kernel on a Hopper GPU: gates, norms, all inverses and the zeros of the tail, against float64."""
 
 from dataclasses import replace
 
@@ -29,11 +29,13 @@ def problem(*sizes, dtype=torch.bfloat16, **options):
     return random_arguments(*sizes, dtype=dtype, device="cuda", **options)
 
 
-def run_prepare(arguments: ForwardArguments):
+def run_prepare(arguments: ForwardArguments, for_scan: bool):
     from tilecrew.gated_delta_rule import kernel_prepare
 
-    prepared = kernel_prepare.allocate(arguments)
     o = torch.full_like(arguments.v, float("nan"), memory_format=torch.contiguous_format)
+    if for_scan:
+        return kernel_prepare.run_gated(arguments, o), o
+    prepared = kernel_prepare.allocate(arguments)
     kernel_prepare.launch(arguments, prepared, o).run()
     return prepared, o
 
@@ -60,8 +62,11 @@ def by_heads(x: torch.Tensor, batch: int, tokens: slice, num_value_heads: int) -
     return x.repeat_interleave(num_value_heads // x.shape[0], 0)
 
 
-def expected_of(arguments: ForwardArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gates [chunks, HV, 4, 64] and inverse [chunks, HV, 64, 64] in float64, and the inverse's yardstick."""
+def expected_of(arguments: ForwardArguments, for_scan: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gates [chunks, HV, 4, 64] and inverse [chunks, HV, 64, 64] in float64, and the inverse's yardstick.
+
+    The inverse for the scan is A_g, merged in float16 where the keys of the chunk allow it.
+    """
     num_value_heads = arguments.v.shape[2]
     wide = as_float64(arguments)
     gated = apply_gates(wide)
@@ -78,7 +83,15 @@ def expected_of(arguments: ForwardArguments) -> tuple[torch.Tensor, torch.Tensor
         for index, x in ((2, wide.k), (3, wide.q)):
             squares = by_heads(x, batch, tokens, num_value_heads).square().sum(-1)
             gates[row, :, index, :L] = (squares + 1e-6).rsqrt()
-        if arguments.use_qk_l2norm:
+        if for_scan:
+            write = beta[:, None]
+            is_long = bool((beta * k.square().sum(-1)).max() > 2.1) or bool(k.square().sum(-1).max() > 64)
+            merge_dtype = torch.float32 if is_long else torch.float16
+            products = (reference.pair_decay(g) * (k @ k.mT)).float()
+            merged = merged_inverse(products, beta.float(), merge_dtype) * write.float()
+            inverse[row, :, :L, :L] = reference.gated_inverse(k, beta, g) * write
+            inverse[row, :, L:] = 0  # there beta is 0
+        elif arguments.use_qk_l2norm:
             inverse[row, :, :L, :L] = reference.ungated_inverse(k, beta)
             merged = merged_inverse((k @ k.mT).float(), beta.float(), torch.float16)
         else:
@@ -89,9 +102,15 @@ def expected_of(arguments: ForwardArguments) -> tuple[torch.Tensor, torch.Tensor
 
 
 def check_prepare(arguments: ForwardArguments) -> None:
-    prepared, o = run_prepare(arguments)
-    assert prepared.gate_inside_inverse == (not arguments.use_qk_l2norm)
-    gates, inverse, yardstick = expected_of(arguments)
+    """What the roles take, and what the scan takes."""
+    for for_scan in (False, True):
+        check_form(arguments, for_scan)
+
+
+def check_form(arguments: ForwardArguments, for_scan: bool) -> None:
+    prepared, o = run_prepare(arguments, for_scan)
+    assert prepared.gate_inside_inverse == (for_scan or not arguments.use_qk_l2norm)
+    gates, inverse, yardstick = expected_of(arguments, for_scan)
     slots = [slot for slot, _, _ in chunks_of(arguments)]
     assert len(set(slots)) == len(slots)
     actual = prepared.gates[slots].double()
@@ -177,6 +196,14 @@ def test_long_keys_under_strong_gates(dtype):
     check_prepare(replace(arguments, k=arguments.k * 3))
 
 
+def test_long_keys_in_some_chunks_only():
+    """The scan's inverse is then merged in float16 and in bfloat16 parts, chunk by chunk."""
+    arguments = problem(2, 300, 3, 12, gate_strength=100.0)
+    arguments.k[0, 64:130] *= 3
+    arguments.k[1, 290] *= 20
+    check_form(arguments, for_scan=True)
+
+
 def test_zero_keys_stay_zero():
     arguments = problem(1, 100, use_qk_l2norm=True)
     arguments.k[:, 10:20] = 0
@@ -189,11 +216,12 @@ def test_strided_inputs(normalise):
 
 
 @BOTH
-def test_hundred_runs_give_the_same_bits(normalise):
+@pytest.mark.parametrize("for_scan", [False, True])
+def test_hundred_runs_give_the_same_bits(for_scan, normalise):
     arguments = problem(4, 1024, use_qk_l2norm=normalise)
-    first, _ = run_prepare(arguments)
+    first, _ = run_prepare(arguments, for_scan)
     num_rows = 4 if normalise else 2
     for _ in range(100):
-        again, _ = run_prepare(arguments)
+        again, _ = run_prepare(arguments, for_scan)
         assert torch.equal(again.inverse, first.inverse)
         assert torch.equal(again.gates[:, :, :num_rows], first.gates[:, :, :num_rows])

@@ -159,7 +159,7 @@ def test_decode():
 
 
 def test_unknown_implementation():
-    with pytest.raises(ValueError, match=r"one of roles, portable, chunked, got 'fast'"):
+    with pytest.raises(ValueError, match=r"one of scan, roles, portable, chunked, got 'fast'"):
         pick(USUAL, H200, "fast")
 
 

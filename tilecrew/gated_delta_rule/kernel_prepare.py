@@ -292,7 +292,7 @@ def prepare_chunk(descs, gate_tensors, gate_strides, gates, long_keys, place, co
 
 @gluon.jit
 def has_long_keys(squares, beta, config: gl.constexpr):
-    """1 where beta |k|^2 of a token passes 2, or |k|^2 64: the inverse in fp16 may overflow there (README.md)."""
+    """1 where beta |k|^2 of a token passes 2.1, or |k|^2 64: the inverse in fp16 may overflow there (README.md)."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     square = squares.load(layout)
     largest = gl.max(square, 0) / LARGEST_SQUARE
