@@ -62,22 +62,22 @@ ROLES = {
 # For the scan: (value heads, element, long keys only, options). Without norms the kernel looks for long keys.
 GATED = {
     "normalised, group 4, gates": (12, BF16, False, {"use_qk_l2norm": True, **GATES}),
-    "normalised, group 2, float16, packed": (6, FP16, False, {"use_qk_l2norm": True, **VARLEN}),
+    "normalised, group 2, packed": (6, BF16, False, {"use_qk_l2norm": True, **VARLEN}),
     "group 4, packed": (12, BF16, False, VARLEN),
-    "group 1, float16, gates": (3, FP16, False, GATES),
+    "group 1, gates": (3, BF16, False, GATES),
     "long keys, group 4, packed, gates": (12, BF16, True, {**VARLEN, **GATES}),
-    "long keys, group 2, float16": (6, FP16, True, {}),
+    "long keys, group 2": (6, BF16, True, {}),
 }
 
 SCAN = {
     "plain": (BF16, {}),
     "normalised, states": (BF16, {"use_qk_l2norm": True, **STATES}),
-    "float16, packed, states, h": (FP16, {"output_h": True, **VARLEN, **STATES}),
+    "packed, states, h": (BF16, {"output_h": True, **VARLEN, **STATES}),
     "normalised, packed, V first, h": (
         BF16,
         {"use_qk_l2norm": True, "state_v_first": True, "output_h": True, **VARLEN, **STATES},
     ),
-    "float16, normalised, packed, pieces": (FP16, {"use_qk_l2norm": True, "pieces": True, **VARLEN, **STATES}),
+    "normalised, packed, pieces": (BF16, {"use_qk_l2norm": True, "pieces": True, **VARLEN, **STATES}),
 }
 
 NAMES = [

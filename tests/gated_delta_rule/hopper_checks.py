@@ -47,7 +47,9 @@ def block_of(kernel: str) -> int:
 def check_kernels(
     arguments: ForwardArguments, kernels: tuple[str, ...] = KERNELS, merge_dtype: torch.dtype | None = None
 ) -> None:
-    """Every output of every kernel; zeros where no sequence is. merge_dtype: of the yardstick."""
+    """Every output of every kernel that takes the dtype; zeros where no sequence is. merge_dtype: of the yardstick."""
+    if arguments.q.dtype == torch.float16:
+        kernels = tuple(kernel for kernel in kernels if kernel != "scan")
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
     yardstick = rounded_chunks(arguments, merge_dtype)
     for kernel in kernels:

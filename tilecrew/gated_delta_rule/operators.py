@@ -62,6 +62,7 @@ def problem_of(arguments: ForwardArguments, requires_gradient: bool) -> Problem:
         chunk_size=arguments.chunk_size,
         is_aligned=all(_is_aligned(tensor) for tensor in (arguments.q, arguments.k, arguments.v)),
         requires_gradient=requires_gradient,
+        normalises=arguments.use_qk_l2norm,
     )
 
 

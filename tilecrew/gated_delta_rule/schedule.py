@@ -2,7 +2,7 @@
 strings.
 
 Implementations of the chunked forward:
-    scan       kernel for Hopper (compute capability 9.0) that keeps the state in registers
+    scan       kernel for Hopper (compute capability 9.0) that keeps the state in registers, for bfloat16
     roles      kernel for Hopper whose state, value and output are roles of their own
     portable   plain Triton, every GPU that Triton compiles for
     chunked    batched torch, every device and dtype, and the one with gradients
@@ -31,8 +31,12 @@ HOPPER_DIM = 128
 HOPPER_CHUNK_SIZE = 64
 HOPPER_MAX_GATES = 2**31
 SCAN_BLOCK_V = 64
-# Time of one chunk in one CTA relative to block_v = 128, measured on an H200: narrower blocks repeat the work on keys.
-ROLES_CHUNK_TIME = {128: 1.0, 64: 0.70, 32: 0.58}
+# Fitted to bench/results/forward_kernels.json (H200). Microseconds of one chunk in one CTA, by block of V (narrower
+# blocks of the roles repeat the work on keys) and of a CTA's start and end; nanoseconds of the prepare kernel for one
+# chunk and value head, by whether it normalises.
+CHUNK_MICROSECONDS = {"scan": {SCAN_BLOCK_V: 1.24}, "roles": {128: 2.45, 64: 1.63, 32: 1.28}}
+START_MICROSECONDS = {"scan": 6.0, "roles": 9.0}
+PREPARE_NANOSECONDS = {"scan": {False: 6.6, True: 6.5}, "roles": {False: 8.5, True: 5.5}}
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Problem:
     dtype                of q, k, v, as torch prints it without its prefix
     is_aligned           base addresses and strides of q, k, v are multiples of 16 bytes, as TMA descriptors need them
     requires_gradient    an input of the call needs a gradient
+    normalises           the call normalises q and k
     """
 
     batch: int
@@ -56,6 +61,7 @@ class Problem:
     chunk_size: int = 64
     is_aligned: bool = True
     requires_gradient: bool = False
+    normalises: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ def supports(implementation: str, problem: Problem, hardware: Hardware) -> str |
         return None
     if problem.requires_gradient:
         return NO_BACKWARD
+    if implementation == "scan" and problem.dtype != "bfloat16":
+        return f"it needs bfloat16, because it merges inverses in float16, q is {problem.dtype}"
     if implementation in HOPPER:
         return _hopper_limit(problem, hardware)
     return _triton_limit(problem, hardware)
@@ -106,12 +114,14 @@ def pick(problem: Problem, hardware: Hardware, implementation: str | None = None
     if problem.requires_gradient:
         reason = "an input requires a gradient, and the differentiable chunked torch path is the one with a backward"
         return _schedule("chunked", problem, hardware, reason)
-    hopper_limit = supports("scan", problem, hardware)
-    if hopper_limit is None:
-        return _schedule("scan", problem, hardware, f"the fastest kernel on {hardware.name}")
+    candidates = [name for name in HOPPER if supports(name, problem, hardware) is None]
+    if candidates:
+        fastest = min(candidates, key=lambda name: hopper_microseconds(name, problem, hardware.num_sms))
+        return _schedule(fastest, problem, hardware, f"the fastest for this problem on {hardware.name}")
+    hopper_limit = supports("roles", problem, hardware)
     portable_limit = supports("portable", problem, hardware)
     if portable_limit is None:
-        return _schedule("portable", problem, hardware, f"scan cannot run: {hopper_limit}")
+        return _schedule("portable", problem, hardware, f"scan and roles cannot run: {hopper_limit}")
     return _schedule("chunked", problem, hardware, f"no kernel can run: {portable_limit}")
 
 
@@ -126,16 +136,31 @@ def pick_recurrent(problem: Problem, hardware: Hardware, implementation: str | N
     return Schedule("torch", problem.value_dim, 1, f"the decode kernel cannot run: {limit}")
 
 
+def hopper_microseconds(implementation: str, problem: Problem, num_sms: int) -> float:
+    """Estimated time of a Hopper kernel and its prepare kernel, one CTA per SM: prepare + waves (start + chunks).
+
+    Sequences of a packed batch count as equally long, because their lengths are on the device.
+    """
+    return min(
+        _microseconds(implementation, block_v, problem, num_sms) for block_v in CHUNK_MICROSECONDS[implementation]
+    )
+
+
 def roles_block_v(problem: Problem, num_sms: int) -> int:
-    """The block of V with the least waves x time per chunk, one CTA per SM; the widest of equals, which reads the
-    least."""
+    """The block of V with the least estimated time; the widest of equals, which reads the least."""
+    return min(CHUNK_MICROSECONDS["roles"], key=lambda block_v: _microseconds("roles", block_v, problem, num_sms))
 
-    def cost(block_v: int) -> float:
-        num_ctas = problem.num_sequences * problem.num_value_heads * (HOPPER_DIM // block_v)
-        num_waves = -(-num_ctas // num_sms)
-        return num_waves * ROLES_CHUNK_TIME[block_v]
 
-    return min(ROLES_CHUNK_TIME, key=cost)
+def _microseconds(implementation: str, block_v: int, problem: Problem, num_sms: int) -> float:
+    num_sequences = problem.num_sequences
+    num_chunks = -(-problem.batch * problem.num_tokens // (HOPPER_CHUNK_SIZE * max(num_sequences, 1)))
+    num_ctas = num_sequences * problem.num_value_heads * (HOPPER_DIM // block_v)
+    num_waves = -(-num_ctas // num_sms)
+    prepare = PREPARE_NANOSECONDS[implementation][problem.normalises] * 1e-3
+    chunk = CHUNK_MICROSECONDS[implementation][block_v]
+    return prepare * num_sequences * num_chunks * problem.num_value_heads + num_waves * (
+        START_MICROSECONDS[implementation] + num_chunks * chunk
+    )
 
 
 def _forced(implementation: str, problem: Problem, hardware: Hardware) -> str:
