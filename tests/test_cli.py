@@ -1,6 +1,7 @@
 """The commands and their messages; the demo itself is in test_demo.py."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
@@ -33,8 +34,53 @@ def without(monkeypatch, *names: str) -> None:
 def test_help_lists_the_commands():
     result = invoke("--help")
     assert result.exit_code == 0
-    assert "demo" in result.output
-    assert "doctor" in result.output
+    for command in ("demo", "bench", "doctor"):
+        assert command in result.output
+
+
+def test_bench_measures_prints_and_writes(tmp_path, monkeypatch):
+    from tilecrew.benchmark import cases
+
+    monkeypatch.setitem(cases.FORWARD, "small", [cases.ForwardCase(1, 70, 1, 2)])
+    monkeypatch.setitem(cases.DECODE, "small", [cases.DecodeCase(2, 1, 2)])
+    options = ("--device", "cpu", "--peers", "", "--seconds", "0", "--output", str(tmp_path))
+    result = invoke("bench", "gated-delta-rule", *options)
+    assert result.exit_code == 0, result.output
+    assert "1x70, 1/2" in result.output
+    assert "decode" in result.output
+    record = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert [row["operator"] for row in record["rows"]] == ["forward", "forward", "decode"]
+    assert record["versions"]["tilecrew"]
+    assert (tmp_path / "bench.md").is_file()
+    assert (tmp_path / "bench.png").is_file()
+
+
+def test_bench_fails_where_tilecrew_is_wrong(tmp_path, monkeypatch):
+    from tilecrew.benchmark import cases, measure
+
+    monkeypatch.setitem(cases.FORWARD, "small", [cases.ForwardCase(1, 70, 1, 2)])
+    monkeypatch.setitem(cases.DECODE, "small", [])
+    monkeypatch.setitem(measure.LARGEST_ERROR, torch.float32, 0.0)
+    options = ("--device", "cpu", "--peers", "", "--seconds", "0", "--output", str(tmp_path))
+    result = invoke("bench", "gated-delta-rule", *options)
+    assert result.exit_code == 1
+    assert "no time for tilecrew: error" in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--cases", "large", "--cases must be one of targets, small, got 'large'"),
+        ("--peers", "other", "--peers must be 'installed' or some of flashqla, flashinfer, fla, got 'other'"),
+        ("--peers", "flashqla", "--peers flashqla: flash_qla is not installed"),
+        ("--device", "tpu", "--device must be auto, cpu or cuda, got 'tpu'"),
+    ],
+)
+def test_bench_with_an_option_that_cannot_be_met(option, value, message, monkeypatch):
+    without(monkeypatch, "flash_qla")
+    result = invoke("bench", "gated-delta-rule", option, value)
+    assert result.exit_code == 2
+    assert message in result.output
 
 
 def test_doctor_reports_versions_device_implementations_and_integrations():

@@ -1,4 +1,4 @@
-"""The command line: `tilecrew demo` and `tilecrew doctor`. Without the extra `cli`, `main` says what is missing."""
+"""The command line: `tilecrew demo`, `bench` and `doctor`. Without the extra `cli`, `main` says what is missing."""
 
 import importlib
 import importlib.metadata
@@ -73,6 +73,45 @@ def build_app() -> Any:
             repeats=repeats,
         )
         if not run.run_demo(settings, console):
+            raise typer.Exit(1)
+
+    bench = typer.Typer(help="Measure beside other libraries, errors checked in the same run.", no_args_is_help=True)
+    app.add_typer(bench, name="bench")
+
+    @bench.callback()
+    def bench_callback() -> None:
+        pass  # a group of commands, although there is one so far
+
+    @bench.command("gated-delta-rule")
+    def bench_gated_delta_rule(
+        peers: Annotated[
+            str, typer.Option(help="Other libraries: 'installed', or names of flashqla, flashinfer, fla with commas.")
+        ] = "installed",
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+        cases: Annotated[str, typer.Option(help="targets (the published sizes) or small.")] = "",
+        output: Annotated[Path, typer.Option(help="Folder for the JSON, the table and the picture.")] = Path(
+            "bench-output"
+        ),
+        seconds: Annotated[float, typer.Option(min=0.0, help="Time spent on each measured point.")] = 0.1,
+    ) -> None:
+        """Time forward and decode, in graphs and eagerly, beside other libraries and the hardware's floor.
+
+        Exit code 1 where a result of tilecrew is wrong, 2 where something is missing.
+        """
+        from rich.console import Console
+
+        console = Console()
+        missing = [name for name in ("matplotlib",) if importlib.util.find_spec(name) is None]
+        if missing:
+            console.print(f"the benchmark needs {', '.join(missing)}; install with: {INSTALL_HINT}", markup=False)
+            raise typer.Exit(2)
+        run = importlib.import_module("tilecrew.benchmark.run")
+        try:
+            settings = run.settings_of(choose_device(device), cases, peers, output, seconds)
+        except ValueError as error:
+            console.print(str(error), markup=False)
+            raise typer.Exit(2) from None
+        if not run.run_benchmark(settings, console):
             raise typer.Exit(1)
 
     @app.command()
