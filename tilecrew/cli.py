@@ -75,6 +75,22 @@ def build_app() -> Any:
         if not run.run_demo(settings, console):
             raise typer.Exit(1)
 
+    add_bench(app)
+
+    @app.command()
+    def doctor() -> None:
+        """Show versions, the device, which implementations can run here and why not, and the integrations."""
+        from rich.console import Console
+
+        print_report(Console())
+
+    return app
+
+
+def add_bench(app: Any) -> None:
+    """`tilecrew bench ...`, a group of commands."""
+    import typer
+
     bench = typer.Typer(help="Measure beside other libraries, errors checked in the same run.", no_args_is_help=True)
     app.add_typer(bench, name="bench")
 
@@ -113,15 +129,6 @@ def build_app() -> Any:
             raise typer.Exit(2) from None
         if not run.run_benchmark(settings, console):
             raise typer.Exit(1)
-
-    @app.command()
-    def doctor() -> None:
-        """Show versions, the device, which implementations can run here and why not, and the integrations."""
-        from rich.console import Console
-
-        print_report(Console())
-
-    return app
 
 
 def choose_device(name: str) -> "torch.device":
