@@ -136,8 +136,8 @@ def explain_chunk_gated_delta_rule(*arguments: Any, **options: Any) -> Schedule:
     """What `chunk_gated_delta_rule` with the same arguments would run, and why; nothing is computed.
 
     Takes the arguments of `chunk_gated_delta_rule`. Returns a Schedule: `str(schedule)` is one readable line, e.g.
-    "roles, V block 64, chunk 64: the fastest kernel on NVIDIA H200; 128 CTAs of 64 values on 132 SMs". Raises what
-    that function would raise.
+    "scan, V block 64, chunk 64: the fastest for this problem on NVIDIA H200; 128 CTAs of 64 values on 132 SMs". Raises
+    what that function would raise.
     """
     call = inspect.signature(chunk_gated_delta_rule).bind(*arguments, **options)
     call.apply_defaults()
