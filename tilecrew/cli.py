@@ -1,4 +1,4 @@
-"""The command line: `tilecrew demo`, `bench` and `doctor`. Without the extra `cli`, `main` says what is missing."""
+"""The command line: `tilecrew demo`, `bench`, `doctor` and `simulate`. Without the extra `cli`, `main` says what is missing."""
 
 import importlib
 import importlib.metadata
@@ -76,6 +76,7 @@ def build_app() -> Any:
             raise typer.Exit(1)
 
     add_bench(app)
+    add_simulate(app)
 
     @app.command()
     def doctor() -> None:
@@ -129,6 +130,75 @@ def add_bench(app: Any) -> None:
             raise typer.Exit(2) from None
         if not run.run_benchmark(settings, console):
             raise typer.Exit(1)
+
+
+def add_simulate(app: Any) -> None:
+    """`tilecrew simulate KERNEL`."""
+    import typer
+
+    @app.command()
+    def simulate(
+        kernel: Annotated[str, typer.Argument(help="prepare, prepare-gated, forward-roles or forward-scan.")],
+        seed: Annotated[int, typer.Option(help="Chooses the order of roles and asynchronous operations.")] = 0,
+        timeline: Annotated[
+            Path | None, typer.Option(help="PNG: what the roles of the first program do and wait for.")
+        ] = None,
+    ) -> None:
+        """Run a compiled kernel on the CPU under one schedule, and say where its roles synchronise wrongly.
+
+        Exit code 1 where it does, or where its result is wrong, 2 where something is missing or not known.
+        """
+        from rich.console import Console
+
+        console = Console()
+        needed = ("triton",) if timeline is None else ("triton", "matplotlib")
+        missing = [name for name in needed if importlib.util.find_spec(name) is None]
+        if missing:
+            hint = f"pip install {' '.join(missing)}"
+            console.print(f"the simulator needs {' and '.join(missing)}; install with: {hint}", markup=False)
+            raise typer.Exit(2)
+        kernels = importlib.import_module("tilecrew.simulator.kernels")
+        if kernel not in kernels.KERNELS:
+            known = ", ".join(kernels.KERNELS)
+            console.print(f"KERNEL must be one of {known}, got {kernel!r}", markup=False)
+            raise typer.Exit(2)
+        if not simulate_kernel(kernel, seed, timeline, console):
+            raise typer.Exit(1)
+
+
+def simulate_kernel(kernel: str, seed: int, timeline: Path | None, console: Any) -> bool:
+    """Simulates one of simulator.kernels.KERNELS, prints what came of it, draws its timeline; False where it is
+    wrong."""
+    from tilecrew.simulator import FaultError, kernels, run
+
+    try:
+        case = kernels.KERNELS[kernel]()
+        events = run.simulate(case.launch, seed).events
+    except FaultError as fault:
+        console.print(f"{kernel}, seed {seed}: fault\n{fault}", markup=False, highlight=False, soft_wrap=True)
+        return False
+    steps: dict[int, int] = {}
+    for event in events:
+        steps[event.block] = max(steps.get(event.block, 0), event.end)
+    error = case.error()
+    lines = {
+        "kernel": f"{kernel}, seed {seed}",
+        "roles": ", ".join(run.role_names(case.launch)),
+        "programs": f"{case.launch.num_programs}, {sum(steps.values())} steps in all",
+        "relative error": f"{error:.1e}",
+    }
+    is_right = error <= kernels.LARGEST_ERROR
+    if not is_right:
+        lines["relative error"] += f", above {kernels.LARGEST_ERROR:.1e}"
+    if timeline is not None:
+        from tilecrew.simulator.timeline import draw
+
+        timeline.parent.mkdir(parents=True, exist_ok=True)
+        draw(events, f"{kernel}, seed {seed}, program 0", timeline)
+        lines["timeline"] = str(timeline)
+    for name, value in lines.items():
+        console.print(f"{name:<16}{value}", markup=False, highlight=False, soft_wrap=True)
+    return is_right
 
 
 def choose_device(name: str) -> "torch.device":

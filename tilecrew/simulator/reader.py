@@ -7,108 +7,37 @@ added either: a region of scf.if or scf.for whose empty scf.yield is not printed
 """
 
 import re
-import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from tilecrew.simulator.forms import FORMS, REQUIRED, WORDS
+from tilecrew.simulator.ir import (
+    DescriptorType,
+    Function,
+    Layout,
+    MemDescType,
+    Operation,
+    Program,
+    Region,
+    ScalarType,
+    TensorType,
+    Type,
+)
+from tilecrew.simulator.scanner import I1, Scanner, constant
 
-@dataclass(frozen=True)
-class Layout:
-    """How a tensor lies in registers or in memory: `#ttg.<kind><{parameters}>`, a parent layout among the latter."""
-
-    kind: str
-    parameters: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        # In one order, for equal layouts to have equal hashes.
-        object.__setattr__(self, "parameters", dict(sorted(self.parameters.items())))
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-
-@dataclass(frozen=True)
-class ScalarType:
-    """A type without a shape: "i32", "bf16", "index", "!tt.ptr<f32>", "!ttg.async.token"."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class TensorType:
-    """A tensor in registers; its elements may be pointers ("!tt.ptr<f32>")."""
-
-    shape: tuple[int, ...]
-    element: str
-    layout: Layout | None
-
-
-@dataclass(frozen=True)
-class MemDescType:
-    """A tile in shared memory; allocation_shape is given for a slice of a larger tile, whose shape it then is."""
-
-    shape: tuple[int, ...]
-    element: str
-    layout: Layout
-    allocation_shape: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class DescriptorType:
-    """A descriptor of a tensor in global memory, for copies of tiles of this shape and layout."""
-
-    shape: tuple[int, ...]
-    element: str
-    layout: Layout | None
-
-
-Type = ScalarType | TensorType | MemDescType | DescriptorType
-
-
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """One operation. Names keep their "%"; several results of one name are "%name#0", "%name#1".
-
-    Operands stand in the order of the text; so do operand_types, one for each operand. location: "file.py:219" or "".
-    """
-
-    name: str
-    results: tuple[str, ...]
-    operands: tuple[str, ...]
-    attributes: dict[str, Any]
-    operand_types: tuple[Type, ...]
-    result_types: tuple[Type, ...]
-    regions: tuple["Region", ...]
-    location: str
-
-
-@dataclass(frozen=True, eq=False)
-class Region:
-    """A block: its arguments as (name, type), and its operations in order."""
-
-    arguments: tuple[tuple[str, Type], ...]
-    operations: tuple[Operation, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Function:
-    """A tt.func. argument_names: as in the source, where a descriptor's flattened arguments share their name."""
-
-    name: str
-    arguments: tuple[tuple[str, Type], ...]
-    argument_names: tuple[str, ...]
-    region: Region
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A module: its functions by name, the public one, its attributes, and its layouts by alias ("#blocked")."""
-
-    functions: dict[str, Function]
-    kernel: Function
-    attributes: dict[str, Any]
-    layouts: dict[str, Layout]
+__all__ = [
+    "DescriptorType",
+    "Function",
+    "Layout",
+    "MemDescType",
+    "Operation",
+    "Program",
+    "Region",
+    "ScalarType",
+    "TensorType",
+    "Type",
+    "read",
+]
 
 
 def read(text: str) -> Program:
@@ -116,343 +45,8 @@ def read(text: str) -> Program:
     return _Reader(text).program()
 
 
-# How an operation reads after its name | the types of its operands | those of its results | the operations that do.
-# "%" a value, "%*" values between commas or none, ",%*" more of them; "{}" attributes, "~" attributes without braces;
-# "t" a type, "t*" types between commas, ":t*" these or nothing, "(t)" types in parentheses or one type; "kind:x" a
-# value of that kind for attribute x; anything else stands for itself. Types: "1" what the second place for types names,
-# "0:i1" the same with elements i1, "0:*" with what it points to, "..." once for each operand left; where operands may
-# be missing, they are the last ones.
-_TABLE = """
-% {} : t | 0 | 0 | arith.negf math.absf math.absi math.ceil math.cos math.erf math.exp math.exp2 math.floor math.log
-% {} : t | 0 | 0 | math.log2 math.rsqrt math.sin math.sqrt
-% , % {} : t | 0 0 | 0 | arith.addi arith.subi arith.muli arith.divsi arith.divui arith.remsi arith.remui arith.andi
-% , % {} : t | 0 0 | 0 | arith.ori arith.xori arith.shli arith.shrsi arith.shrui arith.maxsi arith.minsi arith.maxui
-% , % {} : t | 0 0 | 0 | arith.minui arith.addf arith.subf arith.mulf arith.divf arith.remf arith.maxnumf arith.minnumf
-% , % {} : t | 0 0 | 0 | arith.maximumf arith.minimumf
-% , % , % {} : t | 0 0 0 | 0 | math.fma
-% {} : t to t | 0 | 1 | arith.extsi arith.extui arith.trunci arith.extf arith.truncf arith.sitofp arith.uitofp
-% {} : t to t | 0 | 1 | arith.fptosi arith.fptoui arith.bitcast arith.index_cast
-% {} : t -> t | 0 | 1 | tt.splat tt.broadcast tt.expand_dims tt.reshape tt.trans tt.bitcast tt.ptr_to_int tt.int_to_ptr
-% {} : t -> t | 0 | 1 | ttg.convert_layout ttg.local_load ttg.memdesc_trans ttg.memdesc_reinterpret
-word:predicate , % , % {} : t | 0 0 | 0:i1 | arith.cmpi arith.cmpf
-% , % , % {} : condition | 0 1 1 | 1 | arith.select
-% , % {} : t , t | 0 1 | 0 | tt.addptr
-word:axis {} : t | | 0 | tt.get_program_id tt.get_num_programs
-{} : t | | 0 | tt.make_range
-% , % {} : t -> t | 0 0 | 1 | tt.join
-% {} : t -> t | 0 | 1 1 | tt.split
-% ,%* ~ {} : t | 0 0:i1 0:* | 0:* | tt.load
-% , % ,%* ~ {} : t | 0 0:* 0:i1 | | tt.store
-% , % , % ~ {} : t * t -> t | 0 1 2 | 2 | tt.dot
-% , % , % ,%* {} : t * t -> t | 0 1 2 i1 | 2 | ttng.warp_group_dot
-% ,%* {} : t* | 0 | 0 | ttng.warp_group_dot_wait
-string:asm {} % ,%* : t* -> t* | 0 | 1 | tt.elementwise_inline_asm
-@ word:callee ( %* ) {} : (t) -> (t) | 0 | 1 | tt.call
-%* {} : (t) -> (t) | 0 | 1 | ttg.local_alloc
-% , % {} : t -> t | 0 1 | | ttg.local_store
-% {} : t | 0 | | ttg.local_dealloc ttng.inval_barrier
-% [ % ] {} : t -> t | 0 i32 | 1 | ttg.memdesc_index
-% [ integers:offsets ] {} : t -> t | 0 | 1 | ttg.memdesc_subslice
-% , integer:count {} : t | 0 | | ttng.init_barrier
-% , integer:size , % {} : t | 0 i1 | | ttng.barrier_expect
-% , integer:count ,%* {} : t | 0 i1 | | ttng.arrive_barrier
-% , % ,%* {} : t | 0 i32 i1 | | ttng.wait_barrier
-% [ % ,%* ] % , % , % ~ {} : t , t -> t | 0 i32... 2 1 i1 | | ttng.async_tma_copy_global_to_local
-% [ % ,%* ] % {} : t , t | 0 i32... 1 | | ttng.async_tma_copy_local_to_global
-{} | | | gpu.barrier ttng.fence_async_shared ttng.async_tma_store_wait
-%* {} :t* | 0 | | scf.yield tt.return tt.reduce.return tt.scan.return ttg.warp_yield ttg.warp_return
-( % ) %* {} :t* | i1 0 | | scf.condition
-"""
-_FORMS: dict[str, list[list[str]]] = {
-    name: [part.split() for part in line.split("|")[:3]]
-    for line in _TABLE.strip().split("\n")
-    for name in line.split("|")[3].split()
-}
-_REQUIRED = {
-    **dict.fromkeys(("tt.trans", "ttg.memdesc_trans"), ("order",)),
-    **dict.fromkeys(("ttng.warp_group_dot_wait", "ttng.async_tma_store_wait"), ("pendings",)),
-    **dict.fromkeys(("tt.expand_dims", "tt.reduce"), ("axis",)),
-    "tt.scan": ("axis", "reverse"),
-    "tt.make_range": ("start", "end"),
-    "tt.elementwise_inline_asm": ("constraints", "packed_element", "pure"),
-}
-_WORDS = {
-    "arith.cmpi": r"eq|ne|[su][lg][te]",
-    "arith.cmpf": r"false|true|ord|uno|[ou](eq|ne|[lg][te])",
-    **dict.fromkeys(("tt.get_program_id", "tt.get_num_programs"), "[xyz]"),
-}
-_I1 = ScalarType("i1")
-_VALUE = r"%[\w$.]+(?:#\d+)?"
-_FLOATS = {"f16": ("<H", "<e"), "bf16": ("<H", ""), "f32": ("<I", "<f"), "f64": ("<Q", "<d")}
-
-
-def _constant(text: str, element: str) -> int | float | bool | None:
-    """The value of a constant as MLIR prints it, a float rounded to its type; None where that is not known."""
-    if element == "i1":
-        return {"true": True, "false": False}.get(text)
-    if re.fullmatch(r"i\d+|index", element):
-        return int(text) if re.fullmatch(r"-?\d+", text) else None
-    if element not in _FLOATS or not re.search(r"[.x]", text):
-        return None
-    integer, real = _FLOATS[element]
-    try:
-        if element == "bf16":
-            (bits,) = struct.unpack("<I", struct.pack("<f", float(text))) if "x" not in text else (int(text, 16) << 16,)
-            rounded = bits + 0x7FFF + (bits >> 16 & 1) if "x" not in text else bits
-            return struct.unpack("<f", struct.pack("<I", rounded & 0xFFFF0000))[0]
-        packed = struct.pack(integer, int(text, 16)) if "x" in text else struct.pack(real, float(text))
-        return struct.unpack(real, packed)[0]
-    except (OverflowError, struct.error):
-        return None
-
-
-class _Reader:
-    """A recursive descent through the text; `position` is the end of what was read, never past a blank after it."""
-
-    def __init__(self, text: str):
-        self.location_lines: dict[str, str] = {m[1]: m[0] for m in re.finditer(r"(?m)^(#loc\d*) = loc\(.*\)$", text)}
-        self.locations: dict[str, tuple[str, str]] = {}
-        self.layouts: dict[str, Layout] = {}
-        self.text = re.sub(r"(?m)^#loc\d* = loc\(.*\)$", "", text)
-        self.position = 0
-
-    # What everything else is read with.
-
-    def error(self, problem: str) -> ValueError:
-        start = self.text.rfind("\n", 0, self.position) + 1
-        line = self.text[start:].split("\n", 1)[0].strip()
-        before, after = self.text.count("\n", 0, start), self.text[self.position :].lstrip()[:40]
-        return ValueError(f"TTGIR line {before + 1}: {problem} at {after!r} in: {line}")
-
-    def skip(self) -> None:
-        self.position = self.blank_end()
-
-    def blank_end(self) -> int:
-        blank = re.compile(r"(?:\s+|//[^\n]*)*").match(self.text, self.position)
-        assert blank is not None
-        return blank.end()
-
-    def match(self, pattern: str) -> re.Match[str] | None:
-        found = re.compile(pattern).match(self.text, self.blank_end())
-        if found:
-            self.position = found.end()
-        return found
-
-    def need(self, pattern: str, what: str) -> re.Match[str]:
-        found = self.match(pattern)
-        if not found:
-            raise self.error(f"no {what}")
-        return found
-
-    def accept(self, literal: str) -> bool:
-        return bool(self.match(re.escape(literal) + (r"\b" if literal[-1].isalnum() else "")))
-
-    def expect(self, literal: str) -> None:
-        if not self.accept(literal):
-            raise self.error(f"no {literal!r}")
-
-    def string(self) -> str:
-        raw = self.need(r'"((?:[^"\\\n]|\\.)*)"', "string or known value")[1]
-        try:
-            return re.sub(rb"\\([0-9A-Fa-f]{2}|.)", self.unescaped, raw.encode()).decode()
-        except UnicodeDecodeError:
-            raise self.error("no UTF-8") from None
-
-    def unescaped(self, found: re.Match[bytes]) -> bytes:
-        if len(found[1]) == 2:
-            return bytes([int(found[1], 16)])
-        plain = {b"n": b"\n", b"t": b"\t", b"\\": b"\\", b'"': b'"'}.get(found[1])
-        if plain is None:
-            raise self.error("unknown escape")
-        return plain
-
-    def values(self) -> list[str]:
-        """SSA names between commas, or none."""
-        first = self.match(_VALUE)
-        names = [first[0]] if first else []
-        while first and (found := self.match(rf",\s*({_VALUE})")):
-            names.append(found[1])
-        return names
-
-    def value(self) -> str:
-        return self.need(_VALUE, "operand")[0]
-
-    # Layouts, types, attributes, locations.
-
-    def layout(self) -> Layout:
-        if found := self.match(r"#(?:ttg|ttng)\.(\w+)"):
-            if self.accept("<{"):
-                parameters = self.dictionary()
-                self.expect(">")
-                return Layout(found[1], parameters)
-            if found[1] == "shared_memory":
-                return Layout(found[1], {})
-            raise self.error("unknown form of layout")
-        alias = self.need(r"#\w+", "layout")[0]
-        if alias not in self.layouts:
-            raise self.error(f"unknown alias {alias}")
-        return self.layouts[alias]
-
-    def scalar(self) -> str:
-        element = r"(?:[iu]?i\d+|f16|f32|f64|bf16|f8E\w+)"
-        return self.need(rf"(?:index|!ttg\.async\.token|!tt\.ptr<{element}(?:, \d+)?>|{element})(?![\w.])", "type")[0]
-
-    def shape(self) -> tuple[int, ...]:
-        return tuple(int(length) for length in self.need(r"(?:\d+x)*", "shape")[0].split("x")[:-1])
-
-    def type(self) -> Type:
-        if self.accept("tensor<"):
-            shape, element = self.shape(), self.scalar()
-            layout = self.layout() if self.accept(",") else None
-            self.expect(">")
-            return TensorType(shape, element, layout)
-        if self.accept("!tt.tensordesc<"):
-            block = self.type()
-            if not isinstance(block, TensorType):
-                raise self.error("no tensor in a descriptor")
-            self.expect(">")
-            return DescriptorType(block.shape, block.element, block.layout)
-        if self.accept("!ttg.memdesc<"):
-            shape, element = self.shape(), self.scalar()
-            self.expect(",")
-            layout = self.layout()
-            self.expect(",")
-            if self.layout().kind != "shared_memory":
-                raise self.error("unknown memory")
-            self.match(r",\s*mutable\b")
-            whole = self.match(r",\s*(\d+(?:x\d+)*)")
-            self.expect(">")
-            return MemDescType(shape, element, layout, tuple(map(int, whole[1].split("x"))) if whole else None)
-        return ScalarType(self.scalar())
-
-    def types(self) -> list[Type]:
-        kinds = [self.type()]
-        while self.accept(","):
-            kinds.append(self.type())
-        return kinds
-
-    def type_group(self) -> list[Type]:
-        """Types in parentheses, perhaps none, or one type without."""
-        if not self.accept("("):
-            return [self.type()]
-        if self.accept(")"):
-            return []
-        kinds = self.types()
-        self.expect(")")
-        return kinds
-
-    def types_to_types(self) -> tuple[list[Type], list[Type]]:
-        self.expect(":")
-        kinds = self.type_group()
-        self.expect("->")
-        return kinds, self.type_group()
-
-    def attribute(self) -> Any:
-        if found := self.match(r"(?:true|false)\b"):
-            return found[0] == "true"
-        if self.accept("array<"):
-            self.need(r"[if]\d+", "element type")
-            if self.accept(":"):
-                return self.sequence(">")
-            self.expect(">")
-            return []
-        if self.accept("["):
-            return [] if self.accept("]") else self.sequence("]")
-        if self.accept("{"):
-            return self.dictionary()
-        if self.match(r"(?=#)"):
-            return self.layout()
-        if found := self.match(r"-?\d+(\.\d+(?:[eE][+-]?\d+)?)?(?![\w.])"):
-            if self.accept(":"):
-                self.scalar()
-            return float(found[0]) if found[1] else int(found[0])
-        return self.string()
-
-    def sequence(self, end: str) -> list[Any]:
-        values = [self.attribute()]
-        while self.accept(","):
-            values.append(self.attribute())
-        self.expect(end)
-        return values
-
-    def dictionary(self) -> dict[str, Any]:
-        """The rest of a dictionary after its "{"; a name alone is True."""
-        entries: dict[str, Any] = {}
-        while not self.accept("}"):
-            if entries:
-                self.expect(",")
-            bare = self.match(r"[A-Za-z_][\w$.]*")
-            name = bare[0] if bare else self.string()
-            if name in entries:
-                raise self.error(f"{name} twice")
-            entries[name] = self.attribute() if self.accept("=") else True
-        return entries
-
-    def attributes(self, entries: dict[str, Any]) -> None:
-        """Add to the entries what flags, <{...}> and {...} there are."""
-        while found := self.match(r"(overflow|fastmath)<([\w, ]+)>|(<)?\{"):
-            new = {found[1]: found[2]} if found[1] else self.dictionary()
-            if found[3]:
-                self.expect(">")
-            if both := new.keys() & entries.keys():
-                raise self.error(f"{', '.join(sorted(both))} twice")
-            entries.update(new)
-
-    def integer(self) -> Any:
-        return int(self.need(r"\d+\b", "number")[0])
-
-    def word(self) -> str:
-        return self.need(r"\w+", "word")[0]
-
-    def integers(self) -> Any:
-        return [int(number) for number in self.need(r"\d+(?:, \d+)*", "numbers")[0].split(",")]
-
-    def location(self) -> tuple[str, str]:
-        """(name, place): of a call's site the innermost place that is known."""
-        if self.accept("unknown"):
-            return "", ""
-        if found := self.match(r"#loc\d*\b"):
-            return self.named_location(found[0])
-        if self.accept("callsite("):
-            name, place = self.location()
-            self.expect("at")
-            outer = self.location()[1]
-            self.expect(")")
-            return name, place or outer
-        if self.accept("fused["):
-            parts = [self.location()]
-            while self.accept(","):
-                parts.append(self.location())
-            self.expect("]")
-            return parts[0][0], next((place for _, place in parts if place), "")
-        text = self.string()
-        if found := self.match(r":(\d+):\d+\b"):
-            return "", f"{text.rsplit('/', 1)[-1]}:{found[1]}"
-        place = ""
-        if self.accept("("):
-            place = self.location()[1]
-            self.expect(")")
-        return text, place
-
-    def named_location(self, alias: str) -> tuple[str, str]:
-        if alias not in self.locations:
-            line = self.location_lines.pop(alias, "")  # popped: a location within itself is unknown too
-            if not line:
-                raise self.error(f"unknown location {alias}")
-            inner = _Reader("")
-            inner.text, inner.location_lines, inner.locations = line, self.location_lines, self.locations
-            inner.expect(f"{alias} = loc(")
-            found = inner.location()
-            inner.need(r"\)$", "end of the location")
-            self.locations[alias] = found
-        return self.locations[alias]
-
-    def trailing_location(self) -> tuple[str, str]:
-        if not self.accept("loc("):
-            return "", ""
-        found = self.location()
-        self.expect(")")
-        return found
+class _Reader(Scanner):
+    """A recursive descent through operations and regions."""
 
     # Operations.
 
@@ -471,7 +65,7 @@ class _Reader:
         if generic or own:
             read_form = self.generic if generic else own
             operand_types, result_types, *regions = read_form(operands, attributes)
-        elif name in _FORMS:
+        elif name in FORMS:
             operand_types, result_types, *regions = self.formatted(name, operands, attributes)
         else:
             raise self.error(f"unknown operation {name}")
@@ -480,7 +74,7 @@ class _Reader:
                 f"{len(operands)} for {len(operand_types)} operands, {len(results)} for {len(result_types)} results"
             )
             raise self.error(f"names and types differ in number: {counts}")
-        for required in _REQUIRED.get(name, ()):
+        for required in REQUIRED.get(name, ()):
             if required not in attributes:
                 raise self.error(f"no attribute {required} of {name}")
         if name in ("tt.load", "tt.store"):
@@ -493,7 +87,7 @@ class _Reader:
 
     def formatted(self, name: str, operands: list[str], attributes: dict[str, Any]) -> tuple[list[Type], list[Type]]:
         """Read an operation of the table."""
-        tokens, *typings = _FORMS[name]
+        tokens, *typings = FORMS[name]
         kinds: list[list[Type]] = []
         readers: dict[str, Callable[[], Any]] = {
             "%": lambda: operands.append(self.value()),
@@ -513,7 +107,7 @@ class _Reader:
                 readers[token]()
             elif attribute:
                 attributes[attribute] = getattr(self, kind)()
-                if not re.fullmatch(_WORDS.get(name, ".*"), str(attributes[attribute]), re.DOTALL):
+                if not re.fullmatch(WORDS.get(name, ".*"), str(attributes[attribute]), re.DOTALL):
                     raise self.error(f"unknown {attribute} {attributes[attribute]}")
             else:
                 self.expect(token)
@@ -545,7 +139,7 @@ class _Reader:
     def condition_and_type(self) -> list[Type]:
         """The types of arith.select, which prints that of its condition where it is no scalar."""
         kinds = self.types()
-        return kinds if len(kinds) == 2 else [_I1, *kinds]
+        return kinds if len(kinds) == 2 else [I1, *kinds]
 
     def bare_attributes(self) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -559,11 +153,11 @@ class _Reader:
         text = self.need(number, "constant of one value")[0]
         if dense:
             self.expect(">")
-        kind: Type = _I1
+        kind: Type = I1
         if dense or text not in ("true", "false"):
             self.expect(":")
             kind = self.type()
-        value = _constant(text, kind.name if isinstance(kind, ScalarType) else kind.element)
+        value = constant(text, kind.name if isinstance(kind, ScalarType) else kind.element)
         if value is None or dense != isinstance(kind, TensorType):
             raise self.error(f"unknown constant {text}")
         attributes.update(value=value, dense=dense)
@@ -621,7 +215,7 @@ class _Reader:
         then = self.region()
         other = self.region() if self.accept("else") else Region((), ())
         self.attributes(attributes)
-        return [_I1], kinds, then, other
+        return [I1], kinds, then, other
 
     def form_scf_while(self, operands: list[str], attributes: dict[str, Any]) -> Any:
         names = self.initial_values(operands) if self.match(r"(?=\()") else []
