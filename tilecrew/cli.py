@@ -1,4 +1,5 @@
-"""The command line: `tilecrew demo`, `bench`, `doctor` and `simulate`. Without the extra `cli`, `main` says what is missing."""
+"""The command line: `tilecrew demo`, `bench`, `simulate` and `doctor`. Without the extra `cli`, `main` says what is
+missing."""
 
 import importlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Faults to plant into a compiled kernel: each kind lists its places, and `mutate` returns the program with one of them.
+"""Faults to plant into a compiled kernel: each kind lists its places, `mutate` returns the program with one of them.
 
 A place is the number of an operation of the kernel, in the order of the text: an operation before those in its regions.
 """
@@ -153,8 +153,10 @@ def _arrive_before(program: Program, place: int, names: tuple[str, ...]) -> Prog
 def _divisor(every: list[Entry], entry: Entry) -> int | None:
     """The constant that an arith.remsi of a role divides by; None where it is none."""
     for other in reversed(every[: entry.index]):
-        if other.op.name == "arith.constant" and entry.op.operands[1] in other.op.results and (
-            other.role in (entry.role, None)
+        if (
+            other.op.name == "arith.constant"
+            and entry.op.operands[1] in other.op.results
+            and (other.role in (entry.role, None))
         ):
             value = other.op.attributes["value"]
             return value if isinstance(value, int) else None
@@ -216,8 +218,22 @@ def _shorten_one(program: Program, place: int) -> Program:
     return rewrite(program, lambda index, op: shorter(op) if index == place else [op])
 
 
+def _before_barrier(every: list[Entry]) -> list[int]:
+    """Fences that a gpu.barrier follows at once."""
+    pairs = zip(every, every[1:], strict=False)
+    return [fence.index for fence, after in pairs if fence.op.name == FENCE and after.op.name == BARRIER]
+
+
+def _swap(program: Program, place: int) -> Program:
+    first, second = (entry.op for entry in entries(program)[place : place + 2])
+    changed = {place: [second], place + 1: [first]}
+    return rewrite(program, lambda index, op: changed.get(index, [op]))
+
+
 KINDS: dict[str, Kind] = {
     "drop fence": _single(FENCE, _drop),
+    # the fence behind its gpu.barrier instead of in front: only the arriving thread's stores are then fenced in time
+    "late fence": Kind(_before_barrier, _swap),
     # also those that no arrival follows
     "drop barrier": _single(BARRIER, _drop),
     "drop arrive": _single(ARRIVE, _drop),

@@ -322,6 +322,7 @@ QUIET = (
     "ttg.memdesc_trans",
     "ttg.memdesc_reinterpret",
     "gpu.barrier",
+    "ttg.barrier",
     "ttng.init_barrier",
     "tt.get_program_id",
 )
@@ -335,6 +336,7 @@ MEMORY = {
     "ttg.local_store": _store,
     "ttng.fence_async_shared": _fence,
     "gpu.barrier": _block_barrier,
+    "ttg.barrier": _block_barrier,
     "ttng.init_barrier": _initialise,
     "ttng.arrive_barrier": _arrive,
     "ttng.barrier_expect": _expect,

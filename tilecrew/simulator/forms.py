@@ -12,7 +12,7 @@ TABLE = """
 % , % {} : t | 0 0 | 0 | arith.addi arith.subi arith.muli arith.divsi arith.divui arith.remsi arith.remui arith.andi
 % , % {} : t | 0 0 | 0 | arith.ori arith.xori arith.shli arith.shrsi arith.shrui arith.maxsi arith.minsi arith.maxui
 % , % {} : t | 0 0 | 0 | arith.minui arith.addf arith.subf arith.mulf arith.divf arith.remf arith.maxnumf arith.minnumf
-% , % {} : t | 0 0 | 0 | arith.maximumf arith.minimumf
+% , % {} : t | 0 0 | 0 | arith.maximumf arith.minimumf tt.approx_divf
 % , % , % {} : t | 0 0 0 | 0 | math.fma
 % {} : t to t | 0 | 1 | arith.extsi arith.extui arith.trunci arith.extf arith.truncf arith.sitofp arith.uitofp
 % {} : t to t | 0 | 1 | arith.fptosi arith.fptoui arith.bitcast arith.index_cast
@@ -27,6 +27,8 @@ word:axis {} : t | | 0 | tt.get_program_id tt.get_num_programs
 % {} : t -> t | 0 | 1 1 | tt.split
 % ,%* ~ {} : t | 0 0:i1 0:* | 0:* | tt.load
 % , % ,%* ~ {} : t | 0 0:* 0:i1 | | tt.store
+word:operation , word:sem , word:scope , % , % ,%* {} : (t) -> (t) | 0 | 1 | tt.atomic_rmw
+word:sem , word:scope , % , % , % {} : (t) -> (t) | 0 | 1 | tt.atomic_cas
 % , % , % ~ {} : t * t -> t | 0 1 2 | 2 | tt.dot
 % , % , % ,%* {} : t * t -> t | 0 1 2 i1 | 2 | ttng.warp_group_dot
 % ,%* {} : t* | 0 | 0 | ttng.warp_group_dot_wait
@@ -43,6 +45,7 @@ string:asm {} % ,%* : t* -> t* | 0 | 1 | tt.elementwise_inline_asm
 % , % ,%* {} : t | 0 i32 i1 | | ttng.wait_barrier
 % [ % ,%* ] % , % , % ~ {} : t , t -> t | 0 i32... 2 1 i1 | | ttng.async_tma_copy_global_to_local
 % [ % ,%* ] % {} : t , t | 0 i32... 1 | | ttng.async_tma_copy_local_to_global
+word:spaces {} | | | ttg.barrier
 {} | | | gpu.barrier ttng.fence_async_shared ttng.async_tma_store_wait
 %* {} :t* | 0 | | scf.yield tt.return tt.reduce.return tt.scan.return ttg.warp_yield ttg.warp_return
 ( % ) %* {} :t* | i1 0 | | scf.condition
@@ -60,7 +63,12 @@ REQUIRED = {
     "tt.make_range": ("start", "end"),
     "tt.elementwise_inline_asm": ("constraints", "packed_element", "pure"),
 }
+# Words that an attribute, or any of an operation, may be.
 WORDS = {
+    "operation": "add|fadd|and|or|xor|max|min|umax|umin|exch",
+    "sem": "relaxed|acquire|release|acq_rel",
+    "scope": "gpu|cta|sys",
+    "spaces": "all|local",
     "arith.cmpi": r"eq|ne|[su][lg][te]",
     "arith.cmpf": r"false|true|ord|uno|[ou](eq|ne|[lg][te])",
     **dict.fromkeys(("tt.get_program_id", "tt.get_num_programs"), "[xyz]"),

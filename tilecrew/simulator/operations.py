@@ -56,6 +56,7 @@ FLOAT: dict[str, Callable] = {
     "arith.subf": lambda a, b: a - b,
     "arith.mulf": lambda a, b: a * b,
     "arith.divf": lambda a, b: a / b,
+    "tt.approx_divf": lambda a, b: a / b,
     "arith.negf": lambda a: -a,
     "arith.maxnumf": np.fmax,
     "arith.minnumf": np.fmin,

@@ -107,7 +107,7 @@ class _Reader(Scanner):
                 readers[token]()
             elif attribute:
                 attributes[attribute] = getattr(self, kind)()
-                if not re.fullmatch(WORDS.get(name, ".*"), str(attributes[attribute]), re.DOTALL):
+                if not re.fullmatch(WORDS.get(attribute, WORDS.get(name, ".*")), str(attributes[attribute]), re.DOTALL):
                     raise self.error(f"unknown {attribute} {attributes[attribute]}")
             else:
                 self.expect(token)

@@ -146,7 +146,8 @@ def bind(program: Program, launch: Launch, memory: Memory) -> dict[str, Any]:
     function = program.kernel
     by_name: dict[str, list[tuple[str, Any]]] = {}
     for source, argument in zip(function.argument_names, function.arguments, strict=True):
-        by_name.setdefault(source, []).append(argument)
+        # Since Triton 3.8 the values of a descriptor and of a tuple have names of their own: "q_desc.shape.0".
+        by_name.setdefault(source.split(".")[0], []).append(argument)
     values: dict[str, Any] = {}
     for name, argument in zip(launch.kernel.arg_names, launch.args, strict=False):
         expected = by_name.get(name, [])

@@ -132,11 +132,12 @@ class Scanner:
             self.expect(">")
             return TensorType(shape, element, layout)
         if self.accept("!tt.tensordesc<"):
-            block = self.type()
-            if not isinstance(block, TensorType):
-                raise self.error("no tensor in a descriptor")
-            self.expect(">")
-            return DescriptorType(block.shape, block.element, block.layout)
+            inner = self.accept("tensor<")  # as Triton 3.6 prints it
+            shape, element = self.shape(), self.scalar()
+            layout = self.layout() if self.accept(",") else None
+            for _ in range(1 + inner):
+                self.expect(">")
+            return DescriptorType(shape, element, layout)
         if self.accept("!ttg.memdesc<"):
             shape, element = self.shape(), self.scalar()
             self.expect(",")

@@ -111,16 +111,19 @@ def _draw_role(axes: Any, lane: Lanes, events: list[Event], end: int, points_per
 
 def _rows(flights: Iterable[Event]) -> list[int]:
     """For each operation, by its start, the first row in which none before it is still in flight."""
-    rows, ends = [], []  # type: list[int], list[int]
+    rows: list[int] = []
+    ends: list[int] = []
     for flight in flights:
         row = next((row for row, end in enumerate(ends) if end <= flight.start), len(ends))
-        ends[row:] = [max(flight.end, flight.start + 1), *ends[row + 1 :]]
+        if row == len(ends):
+            ends.append(0)
+        ends[row] = max(flight.end, flight.start + 1)
         rows.append(row)
     return rows
 
 
 def barrier_label(location: str) -> str:
-    """ "full of ring.py:28, barrier 2" -> "full 2"."""
+    """What stands in the picture: "full 2" for "full of ring.py:28, barrier 2"."""
     name, _, rest = location.partition(" of ")
     return f"{name} {rest.rpartition('barrier ')[2]}"
 

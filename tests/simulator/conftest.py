@@ -1,0 +1,29 @@
+"""The fixture `simulated`: runs a launch in the simulator under several seeds, on outputs that start as NaN."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tilecrew.device.launch import Launch
+from tilecrew.simulator.run import compile_program, simulate
+
+SEEDS = 3
+
+
+def run_under_seeds(launch: Launch, outputs: list[torch.Tensor], num_seeds: int = SEEDS, resident: int = 1) -> None:
+    """Every seed starts from NaN and must give the bits of the first: no result depends on who came first."""
+    program = compile_program(launch)
+    first: list[torch.Tensor] = []
+    for seed in range(num_seeds):
+        for output in outputs:
+            output.fill_(float("nan") if output.is_floating_point() else -1)
+        simulate(launch, seed, [program], resident)
+        if not first:
+            first = [output.clone() for output in outputs]
+        for output, expected in zip(outputs, first, strict=True):
+            assert torch.equal(output.nan_to_num(nan=-7e33), expected.nan_to_num(nan=-7e33)), f"seed {seed}"
+
+
+@pytest.fixture
+def simulated():
+    return run_under_seeds

@@ -1,0 +1,164 @@
+"""The Hopper kernels of the gated delta rule in the simulator, held to what they are held to on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tests.gated_delta_rule.hopper_checks import KERNELS, block_of, check_result
+from tests.gated_delta_rule.kernel_checks import assert_within, with_nan_tail
+from tests.gated_delta_rule.yardsticks import rounded_chunks
+from tests.simulator.conftest import SEEDS
+from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare, reference
+from tilecrew.gated_delta_rule.gates import apply_gates
+from tilecrew.simulator.run import simulate
+from tilecrew.testing import as_float64, random_arguments
+
+BF16, FP16 = torch.bfloat16, torch.float16
+STATES = {"with_initial_state": True, "output_final_state": True}
+PACKED = {"lengths": [70, 0, 1, 200], "tail": 77}
+PROBLEMS = {
+    "norms": {"use_qk_l2norm": True, "normalised": False},
+    "unit keys, states": STATES,
+    "norms, packed, h": {**PACKED, **STATES, "use_qk_l2norm": True, "output_h": True},
+    "packed, V first, h": {**PACKED, **STATES, "state_v_first": True, "output_h": True},
+    "gates inside": {
+        **STATES,
+        "use_qk_l2norm": True,
+        "use_beta_sigmoid": True,
+        "allow_neg_eigval": True,
+        "A_log": torch.tensor([0.3, -0.5]),
+        "dt_bias": torch.tensor([0.1, 1.0]),
+    },
+    "strong gates": {**STATES, "gate_strength": 40.0},
+}
+KERNEL_PROBLEMS = [(kernel, name) for kernel in KERNELS for name in PROBLEMS]
+
+
+def problem(options, num_tokens=330, dtype=BF16):
+    """Two value heads of one key head; 330 tokens are more chunks than any ring has stages."""
+    return random_arguments(1, num_tokens, 1, 2, dtype=dtype, **options)
+
+
+def prepare(arguments, kernel, o, simulated, num_seeds=SEEDS):
+    """What the kernel is given, made by the simulated prepare kernel."""
+    if kernel != "scan":
+        prepared = kernel_prepare.allocate(arguments)
+        outputs = [prepared.inverse, prepared.gates]
+        simulated(kernel_prepare.launch(arguments, prepared, o), outputs, num_seeds)
+        return prepared
+    prepared = kernel_prepare.allocate_gated(arguments)
+    if arguments.use_qk_l2norm:
+        simulated(kernel_prepare.launch(arguments, prepared, o), [prepared.inverse, prepared.gates], num_seeds)
+        return prepared
+    long_keys = torch.full((arguments.num_slots * 2,), -1, dtype=torch.int32)
+    launch = kernel_prepare.launch(arguments, prepared, o, long_keys)
+    simulated(launch, [prepared.inverse, prepared.gates, long_keys], num_seeds)
+    assert set(long_keys[: launch.num_programs].tolist()) <= {0, 1}
+    simulate(kernel_prepare.launch(arguments, prepared, o, long_keys, only_long_keys=True))
+    return prepared
+
+
+def run(arguments, kernel, simulated, num_seeds=SEEDS, pieces=None):
+    """Both kernels; outputs start as NaN, and o keeps the zeros that the prepare kernel writes behind the end."""
+    result = kernel_forward_roles.allocate_result(arguments)
+    result.o.fill_(float("nan"))
+    prepared = prepare(arguments, kernel, result.o, simulated, num_seeds)
+    zeros = result.o.clone()
+    rows = None if pieces is None else torch.tensor(pieces, dtype=torch.int32)
+    if kernel == "scan":
+        launch = kernel_forward_scan.launch(arguments, prepared, result, rows)
+    else:
+        launch = kernel_forward_roles.launch(arguments, prepared, result, block_of(kernel), rows)
+    states = [x for x in (result.final_state,) if x is not None]
+    simulated(launch, [result.o, *states], num_seeds)
+    if arguments.cu_seqlens is not None:
+        end = int(arguments.cu_seqlens[-1])
+        assert result.o[:, end:].isnan().all()  # those rows are the prepare kernel's
+        result.o[:, end:] = zeros[:, end:]
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "name"), KERNEL_PROBLEMS)
+def test_results(kernel, name, simulated):
+    arguments = problem(PROBLEMS[name])
+    if arguments.cu_seqlens is not None:
+        arguments = with_nan_tail(arguments)
+    expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
+    check_result(arguments, run(arguments, kernel, simulated), expected, rounded_chunks(arguments))
+
+
+@pytest.mark.parametrize("kernel", ["roles 128", "roles 64", "roles 32"])
+def test_float16(kernel, simulated):
+    arguments = problem({"use_qk_l2norm": True, **STATES}, 130, FP16)
+    expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
+    check_result(arguments, run(arguments, kernel, simulated), expected, rounded_chunks(arguments))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65])
+def test_numbers_of_tokens(kernel, num_tokens, simulated):
+    arguments = problem({"use_qk_l2norm": True, **STATES}, num_tokens)
+    expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
+    check_result(arguments, run(arguments, kernel, simulated, 2), expected, rounded_chunks(arguments))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_pieces_are_the_whole(kernel, simulated):
+    """One sequence cut behind its second chunk: the second piece starts from the state that a shorter call ends in."""
+    arguments = problem(STATES, 200)
+    whole = run(arguments, kernel, simulated, 2)
+    prefix = {name: getattr(arguments, name)[:, :128].contiguous() for name in ("q", "k", "v", "g", "beta")}
+    state = run(replace(arguments, **prefix), kernel, simulated, 1).final_state
+    states = torch.cat([arguments.initial_state, state])
+    pieces = [(0, 0, 2), (0, 2, 4)]
+    cut = run(replace(arguments, initial_state=states), kernel, simulated, 2, pieces)
+    assert torch.equal(cut.o, whole.o)
+    assert torch.equal(cut.final_state, whole.final_state)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+@pytest.mark.parametrize("kernel", ["scan", "roles 64"])
+def test_inverse(kernel, ratio, normalise, simulated):
+    """The prepare kernel's inverse, also of keys that are too long for fp16 in one chunk."""
+    arguments = random_arguments(1, 130, 1, ratio, dtype=BF16, use_qk_l2norm=normalise, gate_strength=40.0)
+    if not normalise:
+        arguments.k[:, 64:] *= 3
+    o = torch.full_like(arguments.v, float("nan"))
+    if kernel == "scan":
+        prepared = kernel_prepare.allocate_gated(arguments)
+        long_keys = torch.full((3 * ratio,), -1, dtype=torch.int32)
+        simulated(
+            kernel_prepare.launch(arguments, prepared, o, None if normalise else long_keys),
+            [prepared.inverse, prepared.gates],
+        )
+        if not normalise:
+            assert long_keys.view(3, -1)[:, 0].tolist()[:2] == [0, 1][:2] or ratio != 4
+            simulate(kernel_prepare.launch(arguments, prepared, o, long_keys, only_long_keys=True))
+    else:
+        prepared = prepare(arguments, kernel, o, simulated)
+    gated = apply_gates(as_float64(arguments))
+    for chunk, start in enumerate(range(0, 130, 64)):
+        tokens = slice(start, min(start + 64, 130))
+        length = tokens.stop - tokens.start
+        g, beta, k = (x[0, tokens].transpose(0, 1) for x in (gated.g, gated.beta, gated.k))
+        k = k.repeat_interleave(ratio // k.shape[0], 0)
+        g = reference.cumulative_log_decay(g)
+        if kernel == "scan":
+            expected = reference.gated_inverse(k, beta, g) * beta[:, None]
+        else:
+            expected = reference.ungated_inverse(k, beta) if normalise else reference.gated_inverse(k, beta, g)
+        actual = prepared.inverse[chunk][:, :length, :length]
+        assert_within(actual, expected, expected.to(BF16), 0, BF16, "inverse")
+        assert not prepared.inverse[chunk].triu(1).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fifty_seeds(kernel, simulated):
+    """No false alarm, and the same bits, under fifty schedules; several programs of the grid at a time."""
+    arguments = problem({**PACKED, **STATES, "use_qk_l2norm": True, "output_h": True})
+    run(arguments, kernel, lambda launch, outputs, num_seeds: simulated(launch, outputs, num_seeds, 2), 50)

@@ -1,0 +1,226 @@
+"""Plants faults into the compiled kernels, one at a time, and demands that the simulator finds each.
+
+A fault is found where a run raises FaultError or its results differ from those of the kernel as it is. What is not
+found stands in one of two tables, which are checked too: HARMLESS, faults that are none, and MISSED, faults that the
+simulator does not see.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from tests.simulator.mutations import KINDS, mutate, names_of_places, places
+from tilecrew.device.launch import Launch
+from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
+from tilecrew.simulator import FaultError, simulate
+from tilecrew.simulator.reader import Program
+from tilecrew.simulator.run import compile_program, role_names
+from tilecrew.testing import random_arguments
+
+BF16 = torch.bfloat16
+STATES = {"with_initial_state": True, "output_final_state": True}
+SEEDS = range(3)
+
+PREPARE_KINDS = (
+    *("drop fence", "late fence", "drop barrier", "flip parity", "drop wait", "expect more", "expect less"),
+    *("count more", "drop store wait", "drop product wait"),
+)
+KINDS_OF = {
+    "scan": tuple(KINDS),
+    # where the hand-off of h orders nothing
+    "scan without h": ("drop wait",),
+    "roles": tuple(KINDS),
+    "prepare": PREPARE_KINDS,
+    "prepare gated": PREPARE_KINDS,
+}
+CASES = [(kernel, kind) for kernel, kinds in KINDS_OF.items() for kind in kinds]
+
+# (kernel, kind, role, number among the role's places): why nothing is wrong then.
+HARMLESS = {
+    ("scan", "drop wait", "scan_role", 3): (
+        "acquire_output in the loop: state.acquire of the same chunk waits until h of the chunk before is stored, and "
+        "the store role stores that after the O that acquire_output waits for. Without h it is needed: see "
+        "'scan without h'."
+    ),
+    ("roles", "drop barrier", "value_role", 2): (
+        "inputs.release follows state_delta.publish, whose barrier came after the last access"
+    ),
+    ("roles", "drop barrier", "output_role", 2): (
+        "inputs.release follows state.release, whose barrier came after the last access"
+    ),
+    ("roles", "free early", "value_role", 1): (
+        "inputs.release before the wait for V_d: the stage is free when the state role, too, has arrived, which comes "
+        "after its wait for state_delta, which the value role publishes after the wait for V_d"
+    ),
+    ("roles", "publish early", "value_role", 1): (
+        "inputs.release before the store of V': every read of the stage was finished before"
+    ),
+}
+
+# The same, where a GPU may go wrong and the simulator does not see it, or cannot.
+ONE_WARP = (
+    "one warp: the simulator takes its lanes for one thread. On a GPU the lanes' accesses and waits are ordered before "
+    "the arrival of one lane by the barrier only (in practice a warp that does not diverge is in order anyway)"
+)
+MEMBAR = (
+    "the simulator takes a role's warps for one thread between arrivals, as Triton's lowering puts a barrier between "
+    "accesses of one tile where the kernel has none; it does not see where only the kernel's own barrier would do"
+)
+MISSED = {
+    ("scan", "drop barrier", "load_query_key_role", 0): ONE_WARP,
+    ("scan", "drop barrier", "store_role", 0): ONE_WARP,
+    ("scan", "drop barrier", "store_role", 1): ONE_WARP,
+    ("roles", "drop barrier", "load_query_key_role", 0): ONE_WARP,
+    ("roles", "drop barrier", "store_role", 0): ONE_WARP,
+    ("roles", "drop barrier", "store_role", 1): ONE_WARP,
+    ("roles", "drop barrier", "value_role", 0): MEMBAR,
+    **{("prepare", "drop barrier", "", number): MEMBAR for number in range(4)},
+    **{("prepare gated", "drop barrier", "", number): MEMBAR for number in range(5)},
+    **{
+        (kernel, "drop store wait", "", 1): "the program ends while TMA still reads its shared memory: not checked"
+        for kernel in ("prepare", "prepare gated")
+    },
+    **{
+        (kernel, "late fence", role, number): "a fence counts for all warps of its role, whenever it comes"
+        for kernel, role, count in (
+            ("scan", "scan_role", 3),
+            ("scan", "attention_role", 1),
+            ("scan", "load_query_key_role", 1),
+            ("roles", "state_role", 1),
+            ("roles", "value_role", 3),
+            ("roles", "output_role", 2),
+            ("roles", "load_query_key_role", 1),
+            ("prepare", "", 1),
+            ("prepare gated", "", 1),
+        )
+        for number in range(count)
+    },
+}
+UNFOUND = HARMLESS | MISSED
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel and its launches: with each, the tensors that it writes."""
+
+    program: Program
+    role_names: list[str]
+    launches: list[tuple[Launch, list[torch.Tensor]]]
+
+    def results(self, number: int, seed: int, program: Program | None = None) -> list[torch.Tensor]:
+        """What a launch writes; 7 where it writes nothing."""
+        launch, outputs = self.launches[number]
+        for output in outputs:
+            output.fill_(7)
+        simulate([launch], seed, [program or self.program])
+        return [output.clone() for output in outputs]
+
+    @functools.cached_property
+    def expected(self) -> list[list[torch.Tensor]]:
+        return [self.results(number, SEEDS[0]) for number in range(len(self.launches))]
+
+    def finds(self, program: Program, num_seeds: int, num_launches: int) -> bool:
+        """Whether a run of one of the first launches with one of the first seeds fails or gives other results."""
+        for seed in SEEDS[:num_seeds]:
+            for number in range(num_launches):
+                try:
+                    results = self.results(number, seed, program)
+                except FaultError:
+                    return True
+                if not are_equal(results, self.expected[number]):
+                    return True
+        return False
+
+
+def are_equal(results, expected):
+    return all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(results, expected, strict=True))
+
+
+def scan_launch(num_tokens, output_h):
+    options = {"lengths": [num_tokens], "use_qk_l2norm": True, "output_h": output_h, **STATES}
+    arguments = random_arguments(num_heads=1, num_value_heads=1, dtype=BF16, **options)
+    result = kernel_forward_roles.allocate_result(arguments)
+    prepared = kernel_prepare.allocate_gated(arguments)
+    simulate(kernel_prepare.launch(arguments, prepared, result.o))
+    launch = kernel_forward_scan.launch(arguments, prepared, result)
+    return launch, [result.o, result.final_state, *([result.h] if output_h else [])]
+
+
+def roles_launch(num_tokens):
+    arguments = random_arguments(1, num_tokens, 1, 1, dtype=BF16, output_h=True, **STATES)
+    result = kernel_forward_roles.allocate_result(arguments)
+    prepared = kernel_prepare.allocate(arguments)
+    simulate(kernel_prepare.launch(arguments, prepared, result.o))
+    launch = kernel_forward_roles.launch(arguments, prepared, result, 64)
+    return launch, [result.o, result.final_state, result.h]
+
+
+def prepare_launch(is_gated):
+    # two value heads: the second one's inverse overwrites the first one's
+    arguments = random_arguments(1, 60, 1, 2, dtype=BF16, use_qk_l2norm=is_gated)
+    allocate = kernel_prepare.allocate_gated if is_gated else kernel_prepare.allocate
+    prepared = allocate(arguments)
+    return kernel_prepare.launch(arguments, prepared, torch.empty_like(arguments.v)), [
+        prepared.inverse,
+        prepared.gates,
+    ]
+
+
+@functools.cache
+def case_of(kernel):
+    """First a launch that wraps a ring of three stages and ends with a partial chunk; then, for what that does not
+    touch, one that wraps every stage (or all four), and one whose last chunk is full."""
+    make = {
+        "scan": lambda: [scan_launch(num_tokens, True) for num_tokens in (200, 330, 128)],
+        "scan without h": lambda: [scan_launch(num_tokens, False) for num_tokens in (400, 128)],
+        "roles": lambda: [roles_launch(num_tokens) for num_tokens in (200, 330, 128)],
+        "prepare": lambda: [prepare_launch(False)],
+        "prepare gated": lambda: [prepare_launch(True)],
+    }[kernel]
+    # the first program has all roles and stages: half of the values of the only head
+    launches = [(launch._replace(num_programs=1), outputs) for launch, outputs in make()]
+    return Case(compile_program(launches[0][0]), role_names(launches[0][0]), launches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KINDS_OF)
+def test_without_a_fault_every_seed_passes(kernel):
+    case = case_of(kernel)
+    for seed in SEEDS:
+        for number, expected in enumerate(case.expected):
+            assert not any((output == 7).all() for output in expected)
+            assert are_equal(case.results(number, seed), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "kind"), CASES)
+def test_every_planted_fault_is_found_but_those_in_the_tables(kernel, kind):
+    case = case_of(kernel)
+    named = names_of_places(case.program, kind, case.role_names)
+    assert named
+    unfound = []
+    for (role, number), place in named.items():
+        key = (kernel, kind, role, number)
+        # What is not found takes full runs: of every launch for what is harmless, of one for what cannot be seen.
+        num_seeds = 1 if key in UNFOUND else len(SEEDS)
+        num_launches = 1 if key in MISSED else len(case.launches)
+        if not case.finds(mutate(case.program, kind, place), num_seeds, num_launches):
+            unfound.append(key)
+    assert unfound == [
+        (kernel, kind, role, number) for role, number in named if (kernel, kind, role, number) in UNFOUND
+    ]
+    in_tables = {key[2:] for key in UNFOUND if key[:2] == (kernel, kind)}
+    assert in_tables <= set(named), "a table names a place that is not there"
+
+
+def test_tables_name_faults_that_are_planted():
+    assert {key[:2] for key in UNFOUND} <= set(CASES)
+    assert not HARMLESS.keys() & MISSED.keys()
+
+
+@pytest.mark.parametrize("kernel", ["prepare", "prepare gated"])
+def test_kinds_that_are_not_planted_in_prepare_have_no_places(kernel):
+    program = case_of(kernel).program
+    assert {kind for kind in KINDS if places(program, kind)} == set(KINDS_OF[kernel])
