@@ -188,6 +188,32 @@ def test_global_memory():
     check("tt.store %p, %v : !tt.ptr<f32>", "tt.store", ("%p", "%v"), (POINTER, F32), num_operands=2)
 
 
+def test_atomic_operations():
+    line = "%r = tt.atomic_rmw add, acq_rel, gpu, %p, %v, %m : (!tt.ptr<i32>, i32, i1) -> i32"
+    types, attributes = (ScalarType("!tt.ptr<i32>"), I32, I1), {"operation": "add", "sem": "acq_rel", "scope": "gpu"}
+    check(line, "tt.atomic_rmw", ("%p", "%v", "%m"), types, (I32,), **attributes)
+    line = "%r = tt.atomic_rmw exch, relaxed, sys, %p, %v : (!tt.ptr<i32>, i32) -> i32"
+    attributes = {"operation": "exch", "sem": "relaxed", "scope": "sys"}
+    check(line, "tt.atomic_rmw", ("%p", "%v"), types[:2], (I32,), **attributes)
+    pointers, mask = (TensorType((64, 64), element, BLOCKED) for element in ("!tt.ptr<f32>", "i1"))
+    kinds = f"(tensor<64x64x!tt.ptr<f32>, #blocked>, {MATRIX_TEXT}, tensor<64x64xi1, #blocked>) -> {MATRIX_TEXT}"
+    line = f"%r = tt.atomic_rmw fadd, acq_rel, gpu, %p, %v, %m : {kinds}"
+    attributes = {"operation": "fadd", "sem": "acq_rel", "scope": "gpu"}
+    check(line, "tt.atomic_rmw", ("%p", "%v", "%m"), (pointers, MATRIX, mask), (MATRIX,), **attributes)
+    line = "%r = tt.atomic_cas release, cta, %p, %a, %b : (!tt.ptr<i32>, i32, i32) -> i32"
+    types = (ScalarType("!tt.ptr<i32>"), I32, I32)
+    check(line, "tt.atomic_cas", ("%p", "%a", "%b"), types, (I32,), sem="release", scope="cta")
+
+
+def test_forms_of_later_versions():
+    text = "tt.call @f(%d) : (!tt.tensordesc<1x64xbf16, #shared>) -> ()"
+    check(text, "tt.call", ("%d",), (DescriptorType((1, 64), "bf16", SHARED),), callee="f")
+    check("ttg.barrier all loc(#loc)", "ttg.barrier", (), (), spaces="all")
+    line = "ttng.async_tma_store_wait {pendings = 0 : i32, read_only}"
+    check(line, "ttng.async_tma_store_wait", (), (), pendings=0, read_only=True)
+    check("%r = tt.approx_divf %a, %b : f32", "tt.approx_divf", ("%a", "%b"), (F32, F32), (F32,))
+
+
 def test_shared_memory():
     check(f"%r = ttg.local_alloc : () -> {TILE_TEXT}", "ttg.local_alloc", (), (), (TILE,))
     check(f"%r = ttg.local_alloc %a : ({MATRIX_TEXT}) -> {TILE_TEXT}", "ttg.local_alloc", ("%a",), (MATRIX,), (TILE,))
@@ -355,6 +381,11 @@ def test_warp_specialize():
         "%r = tt.load %p, %m, %o, %x : !tt.ptr<f32>",
         "%r = tt.load %p flavour = odd : !tt.ptr<f32>",
         "tt.store %p : !tt.ptr<f32>",
+        "%r = tt.atomic_rmw nand, acq_rel, gpu, %p, %v : (!tt.ptr<i32>, i32) -> i32",
+        "%r = tt.atomic_rmw add, acq_rel, planet, %p, %v : (!tt.ptr<i32>, i32) -> i32",
+        "%r = tt.atomic_cas seq_cst, gpu, %p, %v, %w : (!tt.ptr<i32>, i32, i32) -> i32",
+        "ttg.barrier local|global_read",
+        "tt.call @f(%d) : (!tt.tensordesc<tensor<64xbf16, #shared>) -> ()",
         "%r = ttg.local_alloc : () -> !ttg.memdesc<4xf32, #shared, #blocked, mutable>",
         "%r = ttg.local_load %t token %u : " + f"{TILE_TEXT} -> {MATRIX_TEXT}",
         f"ttng.wait_barrier %b, %i, %p deps %t : {BARRIER_TEXT}, {TILE_TEXT}",

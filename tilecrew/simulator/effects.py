@@ -80,6 +80,7 @@ def _fence(block: "Block", role: Role, op: Operation, values: dict[str, Any]) ->
 
 def _block_barrier(block: "Block", role: Role, op: Operation, values: dict[str, Any]) -> tuple[Any, ...]:
     role.has_touched_since_barrier = False
+    block.shared.barrier(role.actor)
     return ()
 
 
@@ -100,14 +101,18 @@ def _initialise(block: "Block", role: Role, op: Operation, values: dict[str, Any
     return ()
 
 
+def _check_barrier_before(role: Role, op: Operation) -> None:
+    if role.has_touched_since_barrier:
+        raise FaultError(
+            f"{op.location}: one thread of {role.actor.name} arrives, but other threads may still be in shared "
+            f"memory: no barrier since their last access"
+        )
+
+
 def _arrive(block: "Block", role: Role, op: Operation, values: dict[str, Any]) -> tuple[Any, ...]:
     if len(op.operands) > 1 and not block.get(op, values, op.operands[1]):
         return ()
-    if role.num_warps > 1 and role.has_touched_since_barrier:
-        raise FaultError(
-            f"{op.location}: one thread of {role.actor.name} arrives, but other warps may still be in shared "
-            f"memory: no barrier since their last access"
-        )
+    _check_barrier_before(role, op)
     barrier = barrier_of(block, op, values, op.operands[0])
     barrier.arrive(role.actor.clock, op.attributes["count"], op.location)
     role.actor.tick()
@@ -118,6 +123,7 @@ def _expect(block: "Block", role: Role, op: Operation, values: dict[str, Any]) -
     if len(op.operands) > 1 and not block.get(op, values, op.operands[1]):
         return ()
     barrier = barrier_of(block, op, values, op.operands[0])
+    _check_barrier_before(role, op)
     barrier.bytes_due += op.attributes["size"]
     barrier.arrive(role.actor.clock, 1, op.location)
     role.actor.tick()
@@ -256,6 +262,8 @@ def _atomic_update(block: "Block", role: Role, op: Operation, values: dict[str, 
     offsets = np.asarray(pointer.offset)
     mask = np.broadcast_to(np.asarray(rest[0] if rest else True, bool), offsets.shape)
     pointer.tensor.check(offsets[mask], "an atomic operation", op.location)
+    if op.attributes["operation"] not in ATOMIC:
+        raise ValueError(f"{op.location}: the atomic operation {op.attributes['operation']} is not simulated")
     update, data = ATOMIC[op.attributes["operation"]], pointer.tensor.data
     before = np.zeros(offsets.shape, data.dtype)
     values_in = np.broadcast_to(value, offsets.shape)

@@ -84,7 +84,9 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A tt.func. argument_names: as in the source, where a descriptor's flattened arguments share their name."""
+    """A tt.func. argument_names: as in the source. The values of a descriptor or a tuple share its name in Triton 3.6;
+    since 3.8 they have a suffix each: "q_desc.shape.0".
+    """
 
     name: str
     arguments: tuple[tuple[str, Type], ...]

@@ -19,6 +19,7 @@ from tilecrew.simulator.tasks import Event, Pending, Role, Task
 from tilecrew.simulator.values import FaultError
 
 MAX_STEPS = 2_000_000
+END = object()
 ENDS = ("scf.yield", "tt.return", "ttg.warp_yield", "ttg.warp_return")
 
 
@@ -65,10 +66,11 @@ class Block:
         if isinstance(chosen, Task):
             self.finish(chosen)
             return True
-        try:
-            next(chosen[1])
-        except StopIteration:
+        role, coroutine = chosen
+        if next(coroutine, END) is END:
             self.coroutines.remove(chosen)
+            for task in (*role.stores, *role.products):
+                raise FaultError(f"{role.actor.name} ends without a wait for its {task.kind} at {task.location}")
         return True
 
     def waiting(self) -> str:

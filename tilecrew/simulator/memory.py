@@ -6,6 +6,7 @@ actor knew of the earlier access. That holds for every order in which the actors
 Ordinary stores need, besides, a fence before the asynchronous proxy (TMA, wgmma) reads them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +30,10 @@ class Actor:
 
 @dataclass
 class Access:
-    """One access that later ones are checked against. epoch: the actor's own count at that time."""
+    """One access that later ones are checked against. epoch: the actor's own count at that time.
+
+    has_fences: every thread that stored has fenced since. fenced_epoch: when a barrier made each know of the others'.
+    """
 
     actor: Actor
     epoch: int
@@ -37,7 +41,8 @@ class Access:
     is_write: bool
     is_async: bool
     location: str
-    fenced: bool = False
+    has_fences: bool = False
+    fenced_epoch: int | None = None
 
 
 @dataclass
@@ -130,11 +135,24 @@ class SharedMemory:
         tile.allocation.written[tile.elements] = True
 
     def fence(self, actor: Actor) -> None:
-        """fence.proxy.async: the actor's ordinary stores so far can be seen by asynchronous reads."""
+        """fence.proxy.async of every thread: each one's ordinary stores so far can be seen by asynchronous reads.
+
+        A thread that goes on to signal knows of the others' fences only behind the next barrier of the role.
+        """
+        for access in self._stores_of(actor):
+            access.has_fences = True
+
+    def barrier(self, actor: Actor) -> None:
+        """A barrier of all threads of a role."""
+        for access in self._stores_of(actor):
+            if access.has_fences and access.fenced_epoch is None:
+                access.fenced_epoch = int(actor.clock[actor.index])
+
+    def _stores_of(self, actor: Actor) -> Iterator[Access]:
         for allocation in self.allocations:
             for access in allocation.accesses:
                 if access.actor is actor and access.is_write and not access.is_async:
-                    access.fenced = True
+                    yield access
 
     def _check(self, actor: Actor, tile: Tile, is_write: bool, is_async: bool, location: str) -> None:
         allocation = tile.allocation
@@ -161,10 +179,12 @@ class SharedMemory:
                 f"race on {allocation.name}: {earlier.actor.name} {first} at {earlier.location}, "
                 f"{actor.name} {second} at {location}, and nothing orders them"
             )
-        if is_async and not is_write and earlier.is_write and not earlier.is_async and not earlier.fenced:
+        is_read_of_store = is_async and not is_write and earlier.is_write and not earlier.is_async
+        epoch = earlier.fenced_epoch
+        if is_read_of_store and (epoch is None or actor.clock[earlier.actor.index] < epoch):
             raise FaultError(
                 f"{location}: {actor.name} reads {allocation.name} through the asynchronous proxy, but "
-                f"{earlier.actor.name} wrote it at {earlier.location} without a fence"
+                f"{earlier.actor.name} wrote it at {earlier.location} without a fence and a barrier behind it"
             )
 
 

@@ -1,4 +1,5 @@
-"""Reads the textual TTGIR of a compiled Gluon kernel (Triton 3.6's `compiled.asm["ttgir"]`) into plain Python values.
+"""Reads the textual TTGIR of a compiled Gluon kernel (`compiled.asm["ttgir"]` of Triton 3.6, 3.8 and 3.9) into plain
+Python values.
 
 The text is read completely or not at all: a form, a type or an attribute that the reader does not know is a ValueError
 that quotes its line. Four things that the text says are checked but not kept, because no value depends on them: the

@@ -1,0 +1,106 @@
+"""The simulator runs the Gluon kernels as every version of Triton compiles them: the installed one, those in .triton/.
+
+`python -m tests.simulator.test_versions` simulates one launch of each kind and prints {"triton": version, "outputs":
+{kind: {name: {"nan": how many, "values": some of the others}}}} as JSON. A process of its own, because a process has
+one version of Triton: PYTHONPATH chooses it, TRITON_CACHE_DIR must too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+
+from tests.gated_delta_rule.test_gluon_compile import INSTALLED, OTHER_VERSIONS, ROOT
+from tests.simulator.conftest import run_under_seeds
+from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
+from tilecrew.testing import random_arguments
+
+STRIDE = 7  # of the values that a child prints: prime to the sizes of the tensors, so every row and column is there
+UNWRITTEN = {("roles", "o"): 64 * 128}  # the piece begins behind the first chunk
+
+
+def simulate_all():
+    """Kind of launch -> name of its output -> what it holds; two seeds must agree in every bit."""
+    arguments = random_arguments(
+        1, 130, 1, 1, dtype=torch.bfloat16, use_qk_l2norm=True, with_initial_state=True, output_final_state=True
+    )
+    with_h = random_arguments(1, 130, 1, 1, dtype=torch.bfloat16, use_qk_l2norm=True, output_h=True)
+    plain, gated = kernel_prepare.allocate(arguments), kernel_prepare.allocate_gated(with_h)
+    roles, scan = kernel_forward_roles.allocate_result(arguments), kernel_forward_roles.allocate_result(with_h)
+    piece = torch.tensor([[0, 1, 3]], dtype=torch.int32)
+    # In this order: what is prepared is what the other kernels read.
+    launches = {
+        "prepare": (
+            kernel_prepare.launch(arguments, plain, roles.o),
+            {"inverse": plain.inverse, "gates": plain.gates},
+        ),
+        "prepare gated": (
+            kernel_prepare.launch(with_h, gated, scan.o),
+            {"inverse": gated.inverse, "gates": gated.gates},
+        ),
+        "roles": (
+            kernel_forward_roles.launch(arguments, plain, roles, 32, piece),
+            {"o": roles.o, "final_state": roles.final_state},
+        ),
+        "scan": (kernel_forward_scan.launch(with_h, gated, scan), {"o": scan.o, "h": scan.h}),
+    }
+    report = {}
+    for kind, (launch, outputs) in launches.items():
+        run_under_seeds(launch, list(outputs.values()), num_seeds=2)
+        report[kind] = {
+            name: {"nan": int(output.isnan().sum()), "values": output.nan_to_num().flatten()[::STRIDE].tolist()}
+            for name, output in outputs.items()
+        }
+    return report
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Version -> what its child printed. One process a version, all at once, each with a cache of its own."""
+    children = {}
+    for version in (INSTALLED, *OTHER_VERSIONS):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+        environment.pop("TRITON_INTERPRET", None)
+        if version != INSTALLED:
+            paths = [str(ROOT / ".triton" / version), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+        children[version] = subprocess.Popen(
+            [sys.executable, "-m", "tests.simulator.test_versions"],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    return {version: (child, *child.communicate()) for version, child in children.items()}
+
+
+def report_of(version, reports):
+    child, output, errors = reports[version]
+    assert child.returncode == 0, f"triton {version}:\n{errors}"
+    return json.loads(output)
+
+
+# Missing versions are reported by tests/gated_delta_rule/test_gluon_compile.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [INSTALLED, *OTHER_VERSIONS])
+def test_simulates_what_the_installed_version_does(version, reports):
+    report, expected = report_of(version, reports), report_of(INSTALLED, reports)
+    assert version in (INSTALLED, report["triton"])
+    assert set(report["outputs"]) == {"prepare", "prepare gated", "roles", "scan"}
+    for kind, outputs in report["outputs"].items():
+        for name, output in outputs.items():
+            assert output["nan"] == UNWRITTEN.get((kind, name), 0), (kind, name)
+            values, truth = torch.tensor(output["values"]), torch.tensor(expected["outputs"][kind][name]["values"])
+            assert truth.norm() > 0
+            assert (values - truth).norm() <= 2e-2 * truth.norm(), (kind, name)
+
+
+if __name__ == "__main__":
+    json.dump({"triton": triton.__version__, "outputs": simulate_all()}, sys.stdout)
