@@ -17,7 +17,7 @@ from tilecrew.testing import as_float64, random_arguments
 
 BF16, FP16 = torch.bfloat16, torch.float16
 STATES = {"with_initial_state": True, "output_final_state": True}
-PACKED = {"lengths": [70, 0, 1, 270], "tail": 77}
+PACKED = {"lengths": [70, 0, 1, 200], "tail": 77}
 PROBLEMS = {
     "norms": {"use_qk_l2norm": True, "normalised": False},
     "unit keys, states": STATES,
@@ -39,7 +39,8 @@ KERNEL_PROBLEMS += [(kernel, "norms, packed, h") for kernel in ("roles 128", "ro
 
 
 def problem(options, num_tokens=330, dtype=BF16):
-    """One head, so one program for each block of V; 330 tokens are more chunks than any ring has stages."""
+    """One head, so one program for each block of V; 330 tokens are more chunks than the scan's ring has stages, 200
+    more than the roles'."""
     options = {name: value[:1] if torch.is_tensor(value) else value for name, value in options.items()}
     return random_arguments(1, num_tokens, 1, 1, dtype=dtype, **options)
 
@@ -86,7 +87,7 @@ def run(arguments, kernel, simulated, num_seeds=SEEDS, pieces=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "name"), KERNEL_PROBLEMS)
 def test_results(kernel, name, simulated):
-    arguments = problem(PROBLEMS[name])
+    arguments = problem(PROBLEMS[name], 330 if kernel == "scan" else 200)
     if arguments.cu_seqlens is not None:
         arguments = with_nan_tail(arguments)
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
@@ -162,6 +163,6 @@ def test_inverse(kernel, ratio, normalise, simulated):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_fifty_seeds(kernel, simulated):
-    """No false alarm, and the same bits, under fifty schedules; several programs of the grid at a time."""
-    arguments = problem({**PACKED, **STATES, "use_qk_l2norm": True, "output_h": True})
+    """No false alarm, and the same bits, under fifty schedules; two programs of the grid at a time."""
+    arguments = problem({**STATES, "use_qk_l2norm": True, "output_h": True}, 200)
     run(arguments, kernel, lambda launch, outputs, num_seeds: simulated(launch, outputs, num_seeds, 2), 50)
