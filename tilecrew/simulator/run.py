@@ -32,6 +32,12 @@ class Run:
     """What a simulation did. events: waits and asynchronous operations, in the order in which they ended."""
 
     events: tuple[Event, ...]
+    memory: "Memory"
+
+    def num_unwritten(self, tensor: torch.Tensor) -> int:
+        """Elements of a tensor of the launch that no program wrote."""
+        written = self.memory.written(tensor)
+        return written.numel() - int(written.sum())
 
 
 def simulate(
@@ -73,7 +79,7 @@ def simulate(
             _step_one(running, chance)
     finally:
         memory.write_back()
-    return Run(tuple(events))
+    return Run(tuple(events), memory)
 
 
 def _blocks(
@@ -134,6 +140,12 @@ class Memory:
             data = wide.clone().numpy()
             self.tensors[key] = (flat, GlobalTensor(name, ELEMENTS[tensor.dtype], data))
         return Pointer(self.tensors[key][1], tensor.storage_offset())
+
+    def written(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of the shape of a tensor of the launch: which elements the kernels wrote."""
+        simulated = self.tensors[tensor.untyped_storage().data_ptr()][1]
+        flat = torch.from_numpy(simulated.written)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def write_back(self) -> None:
         for flat, simulated in self.tensors.values():
