@@ -1,23 +1,23 @@
-"""The fixture `simulated`: runs a launch in the simulator under several seeds, on outputs that start as NaN."""
+"""The fixture `simulate`: runs a launch in the simulator under several seeds, on outputs that start as NaN."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from tilecrew.device.launch import Launch
-from tilecrew.simulator.run import compile_program, simulate
+from tilecrew.simulator import run
 
 SEEDS = 3
 
 
 def run_under_seeds(launch: Launch, outputs: list[torch.Tensor], num_seeds: int = SEEDS, resident: int = 1) -> None:
     """Every seed starts from NaN and must give the bits of the first: no result depends on who came first."""
-    program = compile_program(launch)
+    program = run.compile_program(launch)
     first: list[torch.Tensor] = []
     for seed in range(num_seeds):
         for output in outputs:
             output.fill_(float("nan") if output.is_floating_point() else -1)
-        simulate(launch, seed, [program], resident)
+        run.simulate(launch, seed, [program], resident)
         if not first:
             first = [output.clone() for output in outputs]
         for output, expected in zip(outputs, first, strict=True):
@@ -25,5 +25,5 @@ def run_under_seeds(launch: Launch, outputs: list[torch.Tensor], num_seeds: int 
 
 
 @pytest.fixture
-def simulated():
+def simulate():
     return run_under_seeds

@@ -12,7 +12,7 @@ from tests.gated_delta_rule.yardsticks import rounded_chunks
 from tests.simulator.conftest import SEEDS
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare, reference
 from tilecrew.gated_delta_rule.gates import apply_gates
-from tilecrew.simulator.run import simulate
+from tilecrew.simulator import run as simulator
 from tilecrew.testing import as_float64, random_arguments
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -45,30 +45,30 @@ def problem(options, num_tokens=330, dtype=BF16):
     return random_arguments(1, num_tokens, 1, 1, dtype=dtype, **options)
 
 
-def prepare(arguments, kernel, o, simulated, num_seeds=SEEDS):
-    """What the kernel is given, made by the simulated prepare kernel."""
+def prepare(arguments, kernel, o, simulate, num_seeds=SEEDS):
+    """What the kernel is given, made by the prepare kernel in the simulator."""
     if kernel != "scan":
         prepared = kernel_prepare.allocate(arguments)
         outputs = [prepared.inverse, prepared.gates]
-        simulated(kernel_prepare.launch(arguments, prepared, o), outputs, num_seeds)
+        simulate(kernel_prepare.launch(arguments, prepared, o), outputs, num_seeds)
         return prepared
     prepared = kernel_prepare.allocate_gated(arguments)
     if arguments.use_qk_l2norm:
-        simulated(kernel_prepare.launch(arguments, prepared, o), [prepared.inverse, prepared.gates], num_seeds)
+        simulate(kernel_prepare.launch(arguments, prepared, o), [prepared.inverse, prepared.gates], num_seeds)
         return prepared
     long_keys = torch.full((arguments.num_slots,), -1, dtype=torch.int32)
     launch = kernel_prepare.launch(arguments, prepared, o, long_keys)
-    simulated(launch, [prepared.inverse, prepared.gates, long_keys], num_seeds)
+    simulate(launch, [prepared.inverse, prepared.gates, long_keys], num_seeds)
     assert set(long_keys[: launch.num_programs].tolist()) <= {0, 1}
-    simulate(kernel_prepare.launch(arguments, prepared, o, long_keys, only_long_keys=True))
+    simulator.simulate(kernel_prepare.launch(arguments, prepared, o, long_keys, only_long_keys=True))
     return prepared
 
 
-def run(arguments, kernel, simulated, num_seeds=SEEDS, pieces=None):
+def run(arguments, kernel, simulate, num_seeds=SEEDS, pieces=None):
     """Both kernels; outputs start as NaN, and o keeps the zeros that the prepare kernel writes behind the end."""
     result = kernel_forward_roles.allocate_result(arguments)
     result.o.fill_(float("nan"))
-    prepared = prepare(arguments, kernel, result.o, simulated, num_seeds)
+    prepared = prepare(arguments, kernel, result.o, simulate, num_seeds)
     zeros = result.o.clone()
     rows = None if pieces is None else torch.tensor(pieces, dtype=torch.int32)
     if kernel == "scan":
@@ -76,7 +76,7 @@ def run(arguments, kernel, simulated, num_seeds=SEEDS, pieces=None):
     else:
         launch = kernel_forward_roles.launch(arguments, prepared, result, block_of(kernel), rows)
     states = [x for x in (result.final_state,) if x is not None]
-    simulated(launch, [result.o, *states], num_seeds)
+    simulate(launch, [result.o, *states], num_seeds)
     if arguments.cu_seqlens is not None:
         end = int(arguments.cu_seqlens[-1])
         assert result.o[:, end:].isnan().all()  # those rows are the prepare kernel's
@@ -86,39 +86,39 @@ def run(arguments, kernel, simulated, num_seeds=SEEDS, pieces=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "name"), KERNEL_PROBLEMS)
-def test_results(kernel, name, simulated):
+def test_results(kernel, name, simulate):
     arguments = problem(PROBLEMS[name], 330 if kernel == "scan" else 200)
     if arguments.cu_seqlens is not None:
         arguments = with_nan_tail(arguments)
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
-    check_result(arguments, run(arguments, kernel, simulated), expected, rounded_chunks(arguments))
+    check_result(arguments, run(arguments, kernel, simulate), expected, rounded_chunks(arguments))
 
 
 @pytest.mark.parametrize("kernel", ["roles 128", "roles 64", "roles 32"])
-def test_float16(kernel, simulated):
+def test_float16(kernel, simulate):
     arguments = problem({"use_qk_l2norm": True, **STATES}, 130, FP16)
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
-    check_result(arguments, run(arguments, kernel, simulated), expected, rounded_chunks(arguments))
+    check_result(arguments, run(arguments, kernel, simulate), expected, rounded_chunks(arguments))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65])
-def test_numbers_of_tokens(kernel, num_tokens, simulated):
+def test_numbers_of_tokens(kernel, num_tokens, simulate):
     arguments = problem({"use_qk_l2norm": True, **STATES}, num_tokens)
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
-    check_result(arguments, run(arguments, kernel, simulated, 2), expected, rounded_chunks(arguments))
+    check_result(arguments, run(arguments, kernel, simulate, 2), expected, rounded_chunks(arguments))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_pieces_are_the_whole(kernel, simulated):
+def test_pieces_are_the_whole(kernel, simulate):
     """One sequence cut behind its second chunk: the second piece starts from the state that a shorter call ends in."""
     arguments = problem(STATES, 200)
-    whole = run(arguments, kernel, simulated, 2)
+    whole = run(arguments, kernel, simulate, 2)
     prefix = {name: getattr(arguments, name)[:, :128].contiguous() for name in ("q", "k", "v", "g", "beta")}
-    state = run(replace(arguments, **prefix), kernel, simulated, 1).final_state
+    state = run(replace(arguments, **prefix), kernel, simulate, 1).final_state
     states = torch.cat([arguments.initial_state, state])
     pieces = [(0, 0, 2), (0, 2, 4)]
-    cut = run(replace(arguments, initial_state=states), kernel, simulated, 2, pieces)
+    cut = run(replace(arguments, initial_state=states), kernel, simulate, 2, pieces)
     assert torch.equal(cut.o, whole.o)
     assert torch.equal(cut.final_state, whole.final_state)
 
@@ -126,7 +126,7 @@ def test_pieces_are_the_whole(kernel, simulated):
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 @pytest.mark.parametrize("kernel", ["scan", "roles 64"])
-def test_inverse(kernel, ratio, normalise, simulated):
+def test_inverse(kernel, ratio, normalise, simulate):
     """The prepare kernel's inverse, also of keys that are too long for fp16 in one chunk."""
     arguments = random_arguments(1, 130, 1, ratio, dtype=BF16, use_qk_l2norm=normalise, gate_strength=40.0)
     if not normalise:
@@ -135,15 +135,15 @@ def test_inverse(kernel, ratio, normalise, simulated):
     if kernel == "scan":
         prepared = kernel_prepare.allocate_gated(arguments)
         long_keys = torch.full((3,), -1, dtype=torch.int32)
-        simulated(
+        simulate(
             kernel_prepare.launch(arguments, prepared, o, None if normalise else long_keys),
             [prepared.inverse, prepared.gates],
         )
         if not normalise:
             assert long_keys[:3].tolist() == [0, 1, 1]
-            simulate(kernel_prepare.launch(arguments, prepared, o, long_keys, only_long_keys=True))
+            simulator.simulate(kernel_prepare.launch(arguments, prepared, o, long_keys, only_long_keys=True))
     else:
-        prepared = prepare(arguments, kernel, o, simulated)
+        prepared = prepare(arguments, kernel, o, simulate)
     gated = apply_gates(as_float64(arguments))
     for chunk, start in enumerate(range(0, 130, 64)):
         tokens = slice(start, min(start + 64, 130))
@@ -162,7 +162,7 @@ def test_inverse(kernel, ratio, normalise, simulated):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_fifty_seeds(kernel, simulated):
+def test_fifty_seeds(kernel, simulate):
     """No false alarm, and the same bits, under fifty schedules; two programs of the grid at a time."""
     arguments = problem({**STATES, "use_qk_l2norm": True, "output_h": True}, 200)
-    run(arguments, kernel, lambda launch, outputs, num_seeds: simulated(launch, outputs, num_seeds, 2), 50)
+    run(arguments, kernel, lambda launch, outputs, num_seeds: simulate(launch, outputs, num_seeds, 2), 50)
