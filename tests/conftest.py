@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -42,6 +43,14 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
             time.sleep(0.5)  # the report of this test is on its way to the controller
             os._exit(3)
         pytest.exit(f"the CUDA context is lost after {nodeid}: {error}", returncode=3)
+
+
+@pytest.fixture(autouse=True)
+def large_memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers share the GPU's memory: what one keeps cached, the others lack."""
+    yield
+    if request.node.get_closest_marker("xdist_group") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

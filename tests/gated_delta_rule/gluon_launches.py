@@ -14,7 +14,7 @@ import triton
 
 from tilecrew.device import aot
 from tilecrew.device.launch import Launch
-from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
+from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare, kernel_states
 from tilecrew.testing import random_arguments
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -59,30 +59,56 @@ ROLES = {
     ),
 }
 
-# For the scan: (value heads, element, long keys only, options). Without norms the kernel looks for long keys.
+# For the scan. Without norms the kernel looks for long keys, whose merges it has twice then.
 GATED = {
-    "normalised, group 4, gates": (12, BF16, False, {"use_qk_l2norm": True, **GATES}),
-    "normalised, group 2, packed": (6, BF16, False, {"use_qk_l2norm": True, **VARLEN}),
-    "group 4, packed": (12, BF16, False, VARLEN),
-    "group 1, gates": (3, BF16, False, GATES),
-    "long keys, group 4, packed, gates": (12, BF16, True, {**VARLEN, **GATES}),
-    "long keys, group 2": (6, BF16, True, {}),
+    "normalised, group 4, gates": (12, BF16, {"use_qk_l2norm": True, **GATES}),
+    "normalised, group 2, packed": (6, BF16, {"use_qk_l2norm": True, **VARLEN}),
+    "group 4, packed": (12, BF16, VARLEN),
+    "group 2": (6, BF16, {}),
+    "group 1, gates": (3, BF16, GATES),
 }
 
+# (block of V, element, options). h takes blocks of 64.
 SCAN = {
-    "plain": (BF16, {}),
-    "normalised, states": (BF16, {"use_qk_l2norm": True, **STATES}),
-    "packed, states, h": (BF16, {"output_h": True, **VARLEN, **STATES}),
-    "normalised, packed, V first, h": (
+    "V block 64": (64, BF16, {}),
+    "V block 64, normalised, states": (64, BF16, {"use_qk_l2norm": True, **STATES}),
+    "V block 64, packed, states, h": (64, BF16, {"output_h": True, **VARLEN, **STATES}),
+    "V block 64, normalised, packed, V first, h": (
+        64,
         BF16,
         {"use_qk_l2norm": True, "state_v_first": True, "output_h": True, **VARLEN, **STATES},
     ),
-    "normalised, packed, pieces": (BF16, {"use_qk_l2norm": True, "pieces": True, **VARLEN, **STATES}),
+    "V block 64, normalised, packed, pieces": (64, BF16, {"use_qk_l2norm": True, "pieces": True, **VARLEN, **STATES}),
+    "V block 128": (128, BF16, {}),
+    "V block 128, normalised, states": (128, BF16, {"use_qk_l2norm": True, **STATES}),
+    "V block 128, states, pieces": (128, BF16, {"pieces": True, **STATES}),
+    "V block 128, packed, V first, final state": (
+        128,
+        BF16,
+        {"state_v_first": True, "output_final_state": True, **VARLEN},
+    ),
+    "V block 128, normalised, packed, pieces": (
+        128,
+        BF16,
+        {"use_qk_l2norm": True, "pieces": True, **VARLEN, **STATES},
+    ),
+}
+
+# Of pieces, for context parallelism: (history tolerance, options).
+PIECE_ENDS = {
+    "plain": (0.0, {}),
+    "normalised, packed, states, tolerance": (1e-4, {"use_qk_l2norm": True, **VARLEN, **STATES}),
 }
 
 NAMES = [
     f"{kernel}: {name}"
-    for kernel, cases in (("prepare", PREPARE), ("prepare gated", GATED), ("roles", ROLES), ("scan", SCAN))
+    for kernel, cases in (
+        ("prepare", PREPARE),
+        ("prepare gated", GATED),
+        ("roles", ROLES),
+        ("scan", SCAN),
+        ("states", PIECE_ENDS),
+    )
     for name in cases
 ]
 
@@ -94,24 +120,24 @@ def arguments_of(num_value_heads, dtype, options):
 
 def make_launch(name: str) -> Launch:
     kernel, configuration = name.split(": ")
-    if kernel == "prepare":
-        arguments = arguments_of(*PREPARE[configuration])
-        prepared = kernel_prepare.allocate(arguments)
-        return kernel_prepare.launch(arguments, prepared, torch.empty_like(arguments.v))
-    if kernel == "prepare gated":
-        num_value_heads, dtype, only_long_keys, options = GATED[configuration]
-        arguments = arguments_of(num_value_heads, dtype, options)
-        normalise = arguments.use_qk_l2norm
-        long_keys = None if normalise else torch.zeros(arguments.num_slots * num_value_heads, dtype=torch.int32)
-        prepared = kernel_prepare.allocate_gated(arguments)
-        return kernel_prepare.launch(arguments, prepared, torch.empty_like(arguments.v), long_keys, only_long_keys)
+    if kernel in ("prepare", "prepare gated"):
+        is_gated = kernel == "prepare gated"
+        arguments = arguments_of(*(GATED if is_gated else PREPARE)[configuration])
+        allocate = kernel_prepare.allocate_gated if is_gated else kernel_prepare.allocate
+        return kernel_prepare.launch(arguments, allocate(arguments), torch.empty_like(arguments.v))
     if kernel == "scan":
-        dtype, options = SCAN[configuration]
+        block_v, dtype, options = SCAN[configuration]
         options = dict(options)
         pieces = torch.tensor([[0, 0, 1]], dtype=torch.int32) if options.pop("pieces", False) else None
         arguments = arguments_of(6, dtype, options)
         prepared = kernel_prepare.allocate_gated(arguments)
-        return kernel_forward_scan.launch(arguments, prepared, kernel_forward_roles.allocate_result(arguments), pieces)
+        result = kernel_forward_roles.allocate_result(arguments)
+        return kernel_forward_scan.launch(arguments, prepared, result, block_v, pieces)
+    if kernel == "states":
+        tolerance, options = PIECE_ENDS[configuration]
+        arguments = arguments_of(6, BF16, options)
+        pieces, ends = torch.tensor([[0, 0, 1]], dtype=torch.int32), kernel_states.allocate(arguments, 1)
+        return kernel_states.launch(arguments, kernel_prepare.allocate_gated(arguments), pieces, ends, tolerance)
     block_v, dtype, options = ROLES[configuration]
     options = dict(options)
     pieces = torch.tensor([[0, 0, 1]], dtype=torch.int32) if options.pop("pieces", False) else None

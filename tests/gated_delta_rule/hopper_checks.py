@@ -1,6 +1,8 @@
 """Runs the Hopper kernels, roles and scan, and checks them: truth is the token recurrence in float64, and their error
 may be twice that of yardsticks.rounded_chunks plus a floor (kernel_checks.assert_within)."""
 
+from dataclasses import replace
+
 import torch
 
 from tests.gated_delta_rule.kernel_checks import assert_within
@@ -10,29 +12,48 @@ from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.schedule import Schedule
 from tilecrew.testing import as_float64
 
-BLOCKS = ("roles 128", "roles 64", "roles 32")
-KERNELS = (*BLOCKS, "scan")
+# Each with its block of V.
+KERNELS = ("roles 128", "roles 64", "roles 32", "scan 64", "scan 128")
 EVERYTHING = {"with_initial_state": True, "output_final_state": True, "output_h": True}
 
 
+def is_scan(kernel: str) -> bool:
+    return kernel.startswith("scan ")
+
+
+def block_of(kernel: str) -> int:
+    return int(kernel.split()[1])
+
+
+def has_h(kernel: str) -> bool:
+    """Whether the kernel can give h: with 128 values the scan has no room for its tile."""
+    return kernel != "scan 128"
+
+
 def run_kernel(arguments: ForwardArguments, kernel: str) -> ForwardResult:
-    """kernel: "scan", or "roles" and its block of V."""
+    """What a kernel that has no h leaves out of the arguments is None in its result."""
     from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan
 
-    if kernel == "scan":
-        return kernel_forward_scan.forward(arguments, Schedule("scan", 64, 64, "test"))
-    return kernel_forward_roles.forward(arguments, Schedule("roles", block_of(kernel), 64, "test"))
+    arguments = for_kernel(arguments, kernel)
+    module = kernel_forward_scan if is_scan(kernel) else kernel_forward_roles
+    return module.forward(arguments, Schedule(kernel.split()[0], block_of(kernel), 64, "test"))
+
+
+def for_kernel(arguments: ForwardArguments, kernel: str) -> ForwardArguments:
+    """The arguments without h where the kernel has none."""
+    return arguments if has_h(kernel) else replace(arguments, output_h=False)
 
 
 def run_pieces(arguments: ForwardArguments, kernel: str, pieces: list[tuple[int, int, int]]) -> ForwardResult:
     """pieces: (sequence, first chunk, chunk behind the last); initial_state has a row for each."""
     from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
 
+    arguments = for_kernel(arguments, kernel)
     result = kernel_forward_roles.allocate_result(arguments)
     rows = torch.tensor(pieces, dtype=torch.int32, device=arguments.q.device)
-    if kernel == "scan":
+    if is_scan(kernel):
         prepared = kernel_prepare.run_gated(arguments, result.o)
-        kernel_forward_scan.launch(arguments, prepared, result, rows).run()
+        kernel_forward_scan.launch(arguments, prepared, result, block_of(kernel), rows).run()
     else:
         prepared = kernel_prepare.allocate(arguments)
         kernel_prepare.launch(arguments, prepared, result.o).run()
@@ -40,20 +61,16 @@ def run_pieces(arguments: ForwardArguments, kernel: str, pieces: list[tuple[int,
     return result
 
 
-def block_of(kernel: str) -> int:
-    return int(kernel.removeprefix("roles "))
-
-
 def check_kernels(
     arguments: ForwardArguments, kernels: tuple[str, ...] = KERNELS, merge_dtype: torch.dtype | None = None
 ) -> None:
     """Every output of every kernel that takes the dtype; zeros where no sequence is. merge_dtype: of the yardstick."""
     if arguments.q.dtype == torch.float16:
-        kernels = tuple(kernel for kernel in kernels if kernel != "scan")
+        kernels = tuple(kernel for kernel in kernels if not is_scan(kernel))
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
     yardstick = rounded_chunks(arguments, merge_dtype)
     for kernel in kernels:
-        check_result(arguments, run_kernel(arguments, kernel), expected, yardstick)
+        check_result(for_kernel(arguments, kernel), run_kernel(arguments, kernel), expected, yardstick)
 
 
 def check_result(
@@ -62,8 +79,8 @@ def check_result(
     dtype = arguments.q.dtype
     assert actual.o.dtype == dtype
     assert_within(actual.o, expected.o, yardstick.o, 2, dtype, "o")
-    assert (actual.final_state is None) == (expected.final_state is None)
-    assert (actual.h is None) == (expected.h is None)
+    assert (actual.final_state is not None) == arguments.output_final_state
+    assert (actual.h is not None) == arguments.output_h
     if actual.final_state is not None:
         assert actual.final_state.dtype == torch.float32
         assert_within(actual.final_state, expected.final_state, yardstick.final_state, 1, dtype, "final_state")

@@ -6,6 +6,7 @@ the input dtype, plus FLOOR, which is below the rounding of an output.
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tilecrew._hardware import Hardware, hardware_of
@@ -119,6 +120,10 @@ def with_strided_inputs(arguments: ForwardArguments) -> ForwardArguments:
     views = [view.unflatten(-1, x.shape[2:]) for view, x in zip(packed, (q, k, v), strict=True)]
     g, beta = (torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0] for x in (arguments.g, arguments.beta))
     return replace(arguments, q=views[0], k=views[1], v=views[2], g=g, beta=beta)
+
+
+# Tests that take tens of gigabytes: under `pytest --dist loadgroup` one worker has them all, one after the other.
+LARGE_MEMORY = pytest.mark.xdist_group("large_memory")
 
 
 def spread_over_more_than_2_to_31_elements(arguments: ForwardArguments) -> ForwardArguments:

@@ -35,7 +35,7 @@ def public(arguments: ForwardArguments, **changes):
 def decode(arguments: ForwardArguments, **changes):
     """Keywords of fused_recurrent_gated_delta_rule for the same."""
     call = public(arguments, **changes)
-    for name in ("cu_seqlens_cpu", "chunk_size", "output_h"):
+    for name in ("cu_seqlens_cpu", "chunk_size", "output_h", "history_tolerance", "batch_invariant"):
         del call[name]
     return call
 

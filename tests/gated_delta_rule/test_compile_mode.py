@@ -41,8 +41,9 @@ def assert_equal(actual, expected):
         {},
         {"output_final_state": True, "output_h": True},
         {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+        {"history_tolerance": 1e-4, "batch_invariant": True},
     ],
-    ids=["plain", "all_outputs", "gates"],
+    ids=["plain", "all_outputs", "gates", "batches"],
 )
 def test_inference(options, device):
     def function(*inputs):

@@ -186,10 +186,28 @@ def test_long_offsets_are_abbreviated():
         ({"chunk_size": 48}, r"chunk_size must be one of \(16, 32, 64\), got 48"),
         ({"chunk_size": "64"}, r"chunk_size must be one of \(16, 32, 64\), got '64'"),
         ({"cp_context": object()}, r"cp_context must be None .* got object"),
+        ({"history_tolerance": -1e-9}, r"history_tolerance must be at least 0 and below 1, got -1e-09"),
+        ({"history_tolerance": 1}, r"history_tolerance must be at least 0 and below 1, got 1"),
+        ({"history_tolerance": float("nan")}, r"history_tolerance must be at least 0 and below 1, got nan"),
+        ({"history_tolerance": float("inf")}, r"history_tolerance must be at least 0 and below 1, got inf"),
     ],
 )
 def test_options_of_the_chunked_function(changes, message):
     raises(CHUNKED, ValueError, message, inputs(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"history_tolerance": None}, r"history_tolerance must be a float, got NoneType"),
+        ({"history_tolerance": True}, r"history_tolerance must be a float, got bool"),
+        ({"history_tolerance": torch.zeros(())}, r"history_tolerance must be a float, got Tensor"),
+        ({"batch_invariant": 1}, r"batch_invariant must be a bool, got int"),
+        ({"batch_invariant": None}, r"batch_invariant must be a bool, got NoneType"),
+    ],
+)
+def test_types_of_options_of_the_chunked_function(changes, message):
+    raises(CHUNKED, TypeError, message, inputs(**changes))
 
 
 def test_unknown_implementation():

@@ -7,6 +7,7 @@ import torch
 
 from tests.gated_delta_rule.interpreter import run_interpreted
 from tests.gated_delta_rule.kernel_checks import (
+    LARGE_MEMORY,
     check_portable,
     run_portable,
     spread_over_more_than_2_to_31_elements,
@@ -154,6 +155,7 @@ def test_cuda_graph_replays_with_other_lengths():
         assert torch.equal(captured.h, expected.h)
 
 
+@LARGE_MEMORY
 @pytest.mark.gpu
 def test_more_programs_than_a_grid_dimension_of_65535():
     lengths = [1 + n % 3 for n in range(2200)]
@@ -161,6 +163,7 @@ def test_more_programs_than_a_grid_dimension_of_65535():
     check_portable(random_arguments(lengths=lengths, dtype=torch.bfloat16, device="cuda", **sizes, **EVERYTHING))
 
 
+@LARGE_MEMORY
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_input_offsets_past_2_to_31():
@@ -168,6 +171,7 @@ def test_input_offsets_past_2_to_31():
     check_portable(spread_over_more_than_2_to_31_elements(arguments))
 
 
+@LARGE_MEMORY
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_output_offsets_past_2_to_31():

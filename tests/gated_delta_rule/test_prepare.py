@@ -101,6 +101,30 @@ def expected_of(arguments: ForwardArguments, for_scan: bool) -> tuple[torch.Tens
     return gates, inverse, yardstick
 
 
+def factors_of(gates: torch.Tensor, arguments: ForwardArguments) -> torch.Tensor:
+    """Rows 1 to 3 of the scan's factors, from exact gates: e^g and e^{g_C - g} with the keys' norms, scale e^g with
+    those of the queries."""
+    g = gates[:, :, 0] * LOG_2
+    key, query = (gates[:, :, 2], gates[:, :, 3]) if arguments.use_qk_l2norm else (1, 1)
+    return torch.stack([g.exp() * key, g.exp() * query * arguments.scale, (g[:, :, -1:] - g).exp() * key], 2)
+
+
+def check_scores(arguments: ForwardArguments, scores: torch.Tensor) -> None:
+    """scale Q K^T up to the diagonal, and zeros in the rows behind the end."""
+    wide = as_float64(arguments)
+    eps = torch.finfo(scores.dtype).eps
+    for slot, batch, tokens in chunks_of(arguments):
+        q, k = (x[batch, tokens].transpose(0, 1) for x in (wide.q, wide.k))
+        if arguments.use_qk_l2norm:
+            q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        L = k.shape[1]
+        actual = scores[slot].double()
+        size = float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) * arguments.scale
+        expected = arguments.scale * q @ k.mT
+        torch.testing.assert_close(actual[:, :L, :L].tril(), expected.tril(), rtol=eps, atol=1e-6 + 1e-5 * size)
+        assert not actual[:, L:].any()
+
+
 def check_prepare(arguments: ForwardArguments) -> None:
     """What the roles take, and what the scan takes."""
     for for_scan in (False, True):
@@ -113,11 +137,22 @@ def check_form(arguments: ForwardArguments, for_scan: bool) -> None:
     gates, inverse, yardstick = expected_of(arguments, for_scan)
     slots = [slot for slot, _, _ in chunks_of(arguments)]
     assert len(set(slots)) == len(slots)
-    actual = prepared.gates[slots].double()
     # Gates are differences of cumulative sums: what counts is the absolute error, which grows with the sum.
-    torch.testing.assert_close(actual[:, :, 0], gates[:, :, 0], rtol=1e-6, atol=1e-5)
-    num_rows = 4 if arguments.use_qk_l2norm else 2
-    torch.testing.assert_close(actual[:, :, 1:num_rows], gates[:, :, 1:num_rows], rtol=2e-6, atol=1e-7)
+    if for_scan:
+        factors = prepared.factors[slots].double()
+        torch.testing.assert_close(factors[:, :, 0], gates[:, :, 0], rtol=1e-6, atol=1e-5)
+        expected = factors_of(gates, arguments)
+        largest = float(gates[:, :, 0].abs().max()) if gates.numel() else 0.0
+        rounding = 1e-5 + 4 * torch.finfo(torch.float32).eps * largest  # of the gates
+        torch.testing.assert_close(factors[:, :, 1:], expected, rtol=rounding, atol=1e-7)
+        check_scores(arguments, prepared.scores)
+    else:
+        actual = prepared.gates[slots].double()
+        torch.testing.assert_close(actual[:, :, 0], gates[:, :, 0], rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(actual[:, :, 1], gates[:, :, 1], rtol=2e-6, atol=1e-7)
+        if arguments.use_qk_l2norm:
+            # Squares of norms are sums of an MMA, which truncates where others round.
+            torch.testing.assert_close(actual[:, :, 2:], gates[:, :, 2:], rtol=1e-5, atol=1e-7)
     dtype = arguments.q.dtype
     assert prepared.inverse.dtype == dtype
     assert_within(prepared.inverse[slots], inverse, yardstick, 1, dtype, "inverse")
@@ -221,7 +256,11 @@ def test_hundred_runs_give_the_same_bits(for_scan, normalise):
     arguments = problem(4, 1024, use_qk_l2norm=normalise)
     first, _ = run_prepare(arguments, for_scan)
     num_rows = 4 if normalise else 2
+    names = ("factors", "scores", "inverse") if for_scan else ("gates", "inverse")
     for _ in range(100):
         again, _ = run_prepare(arguments, for_scan)
-        assert torch.equal(again.inverse, first.inverse)
-        assert torch.equal(again.gates[:, :, :num_rows], first.gates[:, :, :num_rows])
+        for name in names:
+            actual, expected = getattr(again, name), getattr(first, name)
+            if name == "gates":
+                actual, expected = actual[:, :, :num_rows], expected[:, :, :num_rows]
+            assert torch.equal(actual, expected), name

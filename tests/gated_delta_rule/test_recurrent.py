@@ -9,6 +9,7 @@ import torch
 from tests.gated_delta_rule.interpreter import run_interpreted
 from tests.gated_delta_rule.kernel_checks import (
     EVERY_GATE,
+    LARGE_MEMORY,
     assert_within,
     check_recurrent,
     random_recurrent_arguments,
@@ -199,12 +200,14 @@ def test_cuda_graph_decodes_step_by_step():
         assert torch.equal(arguments.initial_state, start)
 
 
+@LARGE_MEMORY
 @pytest.mark.gpu
 def test_more_programs_than_a_grid_dimension_of_65535():
     options = {"dtype": torch.bfloat16, "device": "cuda", "output_final_state": True}
     check_recurrent(random_recurrent_arguments(2200, 1, (32, 32), (16, 16), **options))
 
 
+@LARGE_MEMORY
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("state_v_first", [False, True])

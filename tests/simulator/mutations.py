@@ -97,14 +97,6 @@ def _flip_parity(op: Operation) -> list[Operation]:
     return [one, flip, dataclasses.replace(op, operands=operands)]
 
 
-def _shorten(divisor: int) -> Change:
-    def change(op: Operation) -> list[Operation]:
-        shorter = _constant("%planted", divisor - 1, op.location)
-        return [shorter, dataclasses.replace(op, operands=(op.operands[0], "%planted"))]
-
-    return change
-
-
 # Where operations stand to each other.
 
 
@@ -150,41 +142,51 @@ def _arrive_before(program: Program, place: int, names: tuple[str, ...]) -> Prog
     return rewrite(program, change)
 
 
-def _divisor(every: list[Entry], entry: Entry) -> int | None:
-    """The constant that an arith.remsi of a role divides by; None where it is none."""
-    for other in reversed(every[: entry.index]):
-        if (
-            other.op.name == "arith.constant"
-            and entry.op.operands[1] in other.op.results
-            and (other.role in (entry.role, None))
-        ):
-            value = other.op.attributes["value"]
-            return value if isinstance(value, int) else None
+def _definition(every: list[Entry], user: Entry, name: str) -> Operation | None:
+    """The operation that gives an operand of `user` its value; None for arguments of regions."""
+    for entry in reversed(every[: user.index]):
+        if name in entry.op.results and entry.role in (user.role, None):
+            return entry.op
     return None
 
 
-def _remainders(every: list[Entry]) -> Iterator[tuple[Entry, int]]:
-    """Every `step % stages` of the roles, with the number of stages."""
+def _remainders(every: list[Entry]) -> Iterator[tuple[Entry, str]]:
+    """Every `ring.remainder(step, 3)` of the roles: its last operation, and the name of step.
+
+    That is x - x // 3 * 3 for x = (step >> 16) + (step & 65535).
+    """
     for entry in every:
-        if entry.op.name == "arith.remsi" and entry.role is not None:
-            divisor = _divisor(every, entry)
-            if divisor is not None and divisor > 1:
-                yield entry, divisor
+        if entry.op.name != "arith.subi" or entry.role is None:
+            continue
+        folded, product = (_definition(every, entry, name) for name in entry.op.operands)
+        if folded is None or product is None or (folded.name, product.name) != ("arith.addi", "arith.muli"):
+            continue
+        high = next(other for other in every if other.op is folded and other.role == entry.role)
+        shift = _definition(every, high, folded.operands[0])
+        if shift is not None and shift.name == "arith.shrsi":
+            yield entry, shift.operands[0]
 
 
-def _shorten_all(program: Program, place: int) -> Program:
+def _shorten(program: Program, chosen: Callable[[int], bool]) -> Program:
+    """step % 2 in place of step % 3 for those remainders, but not where the phase is computed from them."""
     every = entries(program)
-    divisors = {entry.index: divisor for entry, divisor in _remainders(every)}
-    same = {index for index, divisor in divisors.items() if divisor == divisors[place]}
-    shorter = _shorten(divisors[place])
-    return rewrite(program, lambda index, op: shorter(op) if index in same else [op])
+    steps = {entry.index: step for entry, step in _remainders(every) if chosen(entry.index)}
+    stages = {(every[place].role, every[place].op.results[0]): place for place in steps}
 
+    def change(index: int, op: Operation) -> list[Operation]:
+        operands = list(op.operands)
+        for number, name in enumerate(operands):
+            place = stages.get((every[index].role, name))
+            if place is not None and (op.name, operands[0]) != ("arith.subi", steps[place]):
+                operands[number] = f"%planted_{place}"
+        operations = [dataclasses.replace(op, operands=tuple(operands))]
+        if index in steps:
+            one, planted = f"%planted_one_{index}", f"%planted_{index}"
+            low_bit = Operation("arith.andi", (planted,), (steps[index], one), {}, (I32, I32), (I32,), (), op.location)
+            operations += [_constant(one, 1, op.location), low_bit]
+        return operations
 
-def _first_of_each(every: list[Entry]) -> list[int]:
-    firsts: dict[int, int] = {}
-    for entry, divisor in _remainders(every):
-        firsts.setdefault(divisor, entry.index)
-    return list(firsts.values())
+    return rewrite(program, change)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,12 +212,6 @@ def _early(names: tuple[str, ...]) -> Kind:
         return [entry.index for entry in arrivals if _last_access(every, entry, names)]
 
     return Kind(places, lambda program, place: _arrive_before(program, place, names))
-
-
-def _shorten_one(program: Program, place: int) -> Program:
-    divisors = {entry.index: divisor for entry, divisor in _remainders(entries(program))}
-    shorter = _shorten(divisors[place])
-    return rewrite(program, lambda index, op: shorter(op) if index == place else [op])
 
 
 def _before_barrier(every: list[Entry]) -> list[int]:
@@ -250,9 +246,15 @@ KINDS: dict[str, Kind] = {
     "drop store wait": _single(STORE_WAIT, _drop),
     "drop product wait": _single(DOT_WAIT, _add("pendings", 100)),
     # one role takes step % (stages - 1) for a stage, and step // stages for the phase as before
-    "short ring, one role": Kind(lambda every: [e.index for e, _ in _remainders(every)], _shorten_one),
+    "short ring, one role": Kind(
+        lambda every: [entry.index for entry, _ in _remainders(every)],
+        lambda program, place: _shorten(program, lambda index: index == place),
+    ),
     # all roles do: the ring wraps one stage early while the phases stay
-    "short ring": Kind(_first_of_each, _shorten_all),
+    "short ring": Kind(
+        lambda every: [entry.index for entry, _ in _remainders(every)][:1],
+        lambda program, place: _shorten(program, lambda index: True),
+    ),
 }
 
 

@@ -86,7 +86,7 @@ def test_a_good_run_with_its_timeline(tmp_path):
         assert has_colour(path, colour)
 
 
-@pytest.mark.parametrize("kernel", ["prepare", "prepare-gated", "forward-roles"])
+@pytest.mark.parametrize("kernel", ["prepare", "prepare-gated", "forward-roles", "forward-scan-128"])
 def test_the_other_kernels(kernel):
     result = invoke(kernel)
     assert result.exit_code == 0, result.output
@@ -96,7 +96,7 @@ def test_the_other_kernels(kernel):
 def test_an_unknown_kernel():
     result = invoke("backward")
     assert result.exit_code == 2
-    known = "prepare, prepare-gated, forward-roles, forward-scan"
+    known = "prepare, prepare-gated, forward-roles, forward-scan, forward-scan-128"
     assert f"KERNEL must be one of {known}, got 'backward'" in result.output
 
 
@@ -105,7 +105,7 @@ def test_a_missing_arrival_is_a_deadlock(monkeypatch):
     result = invoke("forward-scan")
     assert result.exit_code == 1
     assert "forward-scan, seed 0: fault" in result.output
-    assert "deadlock: program 0: scan_role waits for parity 0 of barriers of crew_forward_scan.py" in result.output
+    assert "deadlock: program 0: scan_role waits for parity 0 of output_free of crew_forward_scan.py" in result.output
 
 
 @pytest.mark.parametrize("seed", ["0", "7"])

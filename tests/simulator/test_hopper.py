@@ -6,13 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from tests.gated_delta_rule.hopper_checks import KERNELS, block_of, check_result
+from tests.gated_delta_rule.hopper_checks import KERNELS, block_of, check_result, for_kernel, is_scan
 from tests.gated_delta_rule.kernel_checks import assert_within, with_nan_tail
 from tests.gated_delta_rule.yardsticks import rounded_chunks
 from tests.simulator.conftest import SEEDS
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare, reference
 from tilecrew.gated_delta_rule.gates import apply_gates
-from tilecrew.simulator import run as simulator
 from tilecrew.testing import as_float64, random_arguments
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -34,7 +33,7 @@ PROBLEMS = {
     "strong gates": {**STATES, "gate_strength": 40.0},
 }
 # The scan and one block of V of the roles see every problem, the other blocks one with everything in it.
-KERNEL_PROBLEMS = [(kernel, name) for kernel in ("scan", "roles 64") for name in PROBLEMS]
+KERNEL_PROBLEMS = [(kernel, name) for kernel in ("scan 64", "scan 128", "roles 64") for name in PROBLEMS]
 KERNEL_PROBLEMS += [(kernel, "norms, packed, h") for kernel in ("roles 128", "roles 32")]
 
 
@@ -47,34 +46,23 @@ def problem(options, num_tokens=330, dtype=BF16):
 
 def prepare(arguments, kernel, o, simulate, num_seeds=SEEDS):
     """What the kernel is given, made by the prepare kernel in the simulator."""
-    if kernel != "scan":
-        prepared = kernel_prepare.allocate(arguments)
-        outputs = [prepared.inverse, prepared.gates]
-        simulate(kernel_prepare.launch(arguments, prepared, o), outputs, num_seeds)
-        return prepared
-    prepared = kernel_prepare.allocate_gated(arguments)
-    if arguments.use_qk_l2norm:
-        simulate(kernel_prepare.launch(arguments, prepared, o), [prepared.inverse, prepared.gates], num_seeds)
-        return prepared
-    long_keys = torch.full((arguments.num_slots,), -1, dtype=torch.int32)
-    launch = kernel_prepare.launch(arguments, prepared, o, long_keys)
-    simulate(launch, [prepared.inverse, prepared.gates, long_keys], num_seeds)
-    assert set(long_keys[: launch.num_programs].tolist()) <= {0, 1}
-    simulator.simulate(kernel_prepare.launch(arguments, prepared, o, long_keys, only_long_keys=True))
+    allocate = kernel_prepare.allocate_gated if is_scan(kernel) else kernel_prepare.allocate
+    prepared = allocate(arguments)
+    outputs = [x for x in vars(prepared).values() if torch.is_tensor(x)]
+    simulate(kernel_prepare.launch(arguments, prepared, o), outputs, num_seeds)
     return prepared
 
 
 def run(arguments, kernel, simulate, num_seeds=SEEDS, pieces=None):
     """Both kernels; outputs start as NaN, and o keeps the zeros that the prepare kernel writes behind the end."""
+    arguments = for_kernel(arguments, kernel)
     result = kernel_forward_roles.allocate_result(arguments)
     result.o.fill_(float("nan"))
     prepared = prepare(arguments, kernel, result.o, simulate, num_seeds)
     zeros = result.o.clone()
     rows = None if pieces is None else torch.tensor(pieces, dtype=torch.int32)
-    if kernel == "scan":
-        launch = kernel_forward_scan.launch(arguments, prepared, result, rows)
-    else:
-        launch = kernel_forward_roles.launch(arguments, prepared, result, block_of(kernel), rows)
+    module = kernel_forward_scan if is_scan(kernel) else kernel_forward_roles
+    launch = module.launch(arguments, prepared, result, block_of(kernel), rows)
     states = [x for x in (result.final_state,) if x is not None]
     simulate(launch, [result.o, *states], num_seeds)
     if arguments.cu_seqlens is not None:
@@ -87,7 +75,7 @@ def run(arguments, kernel, simulate, num_seeds=SEEDS, pieces=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "name"), KERNEL_PROBLEMS)
 def test_results(kernel, name, simulate):
-    arguments = problem(PROBLEMS[name], 330 if kernel == "scan" else 200)
+    arguments = for_kernel(problem(PROBLEMS[name], 330 if is_scan(kernel) else 200), kernel)
     if arguments.cu_seqlens is not None:
         arguments = with_nan_tail(arguments)
     expected = reference.recurrent_gated_delta_rule(as_float64(arguments))
@@ -125,25 +113,13 @@ def test_pieces_are_the_whole(kernel, simulate):
 
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("ratio", [1, 2, 4])
-@pytest.mark.parametrize("kernel", ["scan", "roles 64"])
+@pytest.mark.parametrize("kernel", ["scan 64", "roles 64"])
 def test_inverse(kernel, ratio, normalise, simulate):
     """The prepare kernel's inverse, also of keys that are too long for fp16 in one chunk."""
     arguments = random_arguments(1, 130, 1, ratio, dtype=BF16, use_qk_l2norm=normalise, gate_strength=40.0)
     if not normalise:
         arguments.k[:, 64:] *= 3
-    o = torch.full_like(arguments.v, float("nan"))
-    if kernel == "scan":
-        prepared = kernel_prepare.allocate_gated(arguments)
-        long_keys = torch.full((3,), -1, dtype=torch.int32)
-        simulate(
-            kernel_prepare.launch(arguments, prepared, o, None if normalise else long_keys),
-            [prepared.inverse, prepared.gates],
-        )
-        if not normalise:
-            assert long_keys[:3].tolist() == [0, 1, 1]
-            simulator.simulate(kernel_prepare.launch(arguments, prepared, o, long_keys, only_long_keys=True))
-    else:
-        prepared = prepare(arguments, kernel, o, simulate)
+    prepared = prepare(arguments, kernel, torch.full_like(arguments.v, float("nan")), simulate)
     gated = apply_gates(as_float64(arguments))
     for chunk, start in enumerate(range(0, 130, 64)):
         tokens = slice(start, min(start + 64, 130))
@@ -151,7 +127,7 @@ def test_inverse(kernel, ratio, normalise, simulate):
         g, beta, k = (x[0, tokens].transpose(0, 1) for x in (gated.g, gated.beta, gated.k))
         k = k.repeat_interleave(ratio // k.shape[0], 0)
         g = reference.cumulative_log_decay(g)
-        if kernel == "scan":
+        if is_scan(kernel):
             expected = reference.gated_inverse(k, beta, g) * beta[:, None]
         else:
             expected = reference.ungated_inverse(k, beta) if normalise else reference.gated_inverse(k, beta, g)

@@ -21,6 +21,7 @@ def mma(version, instruction):
 
 
 ACCUMULATOR = mma(3, [16, 64, 16])
+HALF_ACCUMULATOR = mma(3, [16, 32, 16])
 WARP_ACCUMULATOR = mma(2, [16, 8])
 
 
@@ -29,20 +30,23 @@ def assembly():
     pytest.importorskip("triton")
     from tilecrew.device import triangular
 
-    names = ("INVERSE_PTX", "INVERSE_CONSTRAINTS", "OWN_BLOCKS_PTX", "OWN_DIAGONAL_PTX", "CAUSAL_PTX")
-    return {name: getattr(triangular, name).value for name in (*names, "SQUARE_CONSTRAINTS")}
+    names = ("INVERSE_PTX", "INVERSE_CONSTRAINTS", "OWN_BLOCKS_PTX", "OWN_DIAGONAL_PTX", "SQUARE_CONSTRAINTS")
+    return {name: getattr(triangular, name).value for name in (*names, "CAUSAL_PTX", "CAUSAL_CONSTRAINTS")}
 
 
 def random(shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_causal(assembly):
+@pytest.mark.parametrize("half", [0, 1])
+def test_causal(half, assembly):
     x = random((64, 64))
-    x[0, 63] = np.nan
-    result = elementwise(assembly["CAUSAL_PTX"], assembly["SQUARE_CONSTRAINTS"], 32, [x], ACCUMULATOR, 4)
+    x[0, 63] = x[0, 31] = np.nan
+    columns = slice(32 * half, 32 * half + 32)
+    assembly, constraints = assembly["CAUSAL_PTX"][half], assembly["CAUSAL_CONSTRAINTS"]
+    result = elementwise(assembly, constraints, 16, [x[:, columns]], HALF_ACCUMULATOR, 4)
     assert result.dtype == np.float32
-    np.testing.assert_array_equal(result, np.tril(x))
+    np.testing.assert_array_equal(result, np.tril(x)[:, columns])
 
 
 def test_inverse_of_blocks(assembly):
@@ -72,8 +76,8 @@ def test_own_diagonal(assembly):
 
 
 def test_warps_count_from_the_first_thread(assembly):
-    x = random((64, 64))
-    arguments = (assembly["CAUSAL_PTX"], assembly["SQUARE_CONSTRAINTS"], 32, [x], ACCUMULATOR, 4)
+    x = random((64, 32))
+    arguments = (assembly["CAUSAL_PTX"][0], assembly["CAUSAL_CONSTRAINTS"], 16, [x], HALF_ACCUMULATOR, 4)
     np.testing.assert_array_equal(elementwise(*arguments, first_thread=256), np.tril(x))
     assert (elementwise(*arguments, first_thread=32) != np.tril(x)).any()
 

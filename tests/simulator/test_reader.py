@@ -422,7 +422,7 @@ def operations_within(region):
 @pytest.mark.parametrize(
     ("name", "partition_num_warps"),
     [
-        ("scan: normalised, packed, pieces", [4, 1, 1, 1, 1]),
+        ("scan: V block 128, normalised, packed, pieces", [4, 1, 1, 1, 1]),
         ("roles: V block 64, V first, pieces", [4, 4, 1, 1, 1, 1]),
         ("prepare: normalised, group 4", None),
     ],

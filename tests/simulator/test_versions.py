@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def simulate_all():
     )
     with_h = random_arguments(1, 130, 1, 1, dtype=torch.bfloat16, use_qk_l2norm=True, output_h=True)
     plain, gated = kernel_prepare.allocate(arguments), kernel_prepare.allocate_gated(with_h)
-    roles, scan = kernel_forward_roles.allocate_result(arguments), kernel_forward_roles.allocate_result(with_h)
+    without_h = replace(with_h, output_h=False)
+    roles, scan, wide_scan = (kernel_forward_roles.allocate_result(x) for x in (arguments, with_h, without_h))
     piece = torch.tensor([[0, 1, 3]], dtype=torch.int32)
     # In this order: what is prepared is what the other kernels read.
     launches = {
@@ -42,13 +44,14 @@ def simulate_all():
         ),
         "prepare gated": (
             kernel_prepare.launch(with_h, gated, scan.o),
-            {"inverse": gated.inverse, "gates": gated.gates},
+            {"inverse": gated.inverse, "factors": gated.factors, "scores": gated.scores},
         ),
         "roles": (
             kernel_forward_roles.launch(arguments, plain, roles, 32, piece),
             {"o": roles.o, "final_state": roles.final_state},
         ),
-        "scan": (kernel_forward_scan.launch(with_h, gated, scan), {"o": scan.o, "h": scan.h}),
+        "scan 64": (kernel_forward_scan.launch(with_h, gated, scan, 64), {"o": scan.o, "h": scan.h}),
+        "scan 128": (kernel_forward_scan.launch(without_h, gated, wide_scan, 128), {"o": wide_scan.o}),
     }
     report = {}
     for kind, (launch, outputs) in launches.items():
@@ -93,7 +96,7 @@ def report_of(version, reports):
 def test_simulates_what_the_installed_version_does(version, reports):
     report, expected = report_of(version, reports), report_of(INSTALLED, reports)
     assert version in (INSTALLED, report["triton"])
-    assert set(report["outputs"]) == {"prepare", "prepare gated", "roles", "scan"}
+    assert set(report["outputs"]) == {"prepare", "prepare gated", "roles", "scan 64", "scan 128"}
     for kind, outputs in report["outputs"].items():
         for name, output in outputs.items():
             assert output["nan"] == UNWRITTEN.get((kind, name), 0), (kind, name)

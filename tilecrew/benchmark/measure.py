@@ -16,6 +16,7 @@ from tilecrew._hardware import hardware_of
 from tilecrew.benchmark.cases import DecodeCase, ForwardCase
 from tilecrew.benchmark.peers import Call, Peer
 from tilecrew.gated_delta_rule import chunked, operators, recurrent, recurrent_operators
+from tilecrew.gated_delta_rule.api import chunk_gated_delta_rule
 from tilecrew.gated_delta_rule.schedule import pick_recurrent
 from tilecrew.testing import as_float64
 
@@ -62,8 +63,17 @@ def measure_forward(
     schedule = operators.schedule_of(arguments, requires_gradient=False, implementation=None)
 
     def ours() -> tuple[torch.Tensor, torch.Tensor | None]:
-        result = operators.chunk_forward(arguments, requires_gradient=False, implementation=None)
-        return result.o, result.final_state
+        a = arguments
+        return chunk_gated_delta_rule(
+            a.q,
+            a.k,
+            a.v,
+            a.g,
+            a.beta,
+            scale=a.scale,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=a.use_qk_l2norm,
+        )
 
     calls: dict[str, Call] = {OURS: ours}
     failures = {}

@@ -7,6 +7,7 @@ are enough to get the cubin that a GPU would run. The private imports of this jo
 import re
 import subprocess
 import tempfile
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,17 +21,32 @@ from tilecrew.device.compat import GluonASTSource
 from tilecrew.device.launch import Launch
 
 SM90 = GPUTarget("cuda", 90, 32)
+LOCAL_MEMORY = re.compile(r"\b(?:STL|LDL)\b")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
+LABEL = re.compile(r"^\s*(\.L_\w+):")
+BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\w+)\)")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a cubin uses. Registers are those at entry; roles re-divide them. Spills: STL and LDL instructions."""
+    """What a cubin uses.
+
+    registers                    at entry; roles re-divide them
+    local_memory_instructions    STL and LDL: spills
+    spills_in_wgmma_loops        those of them in loops that have a wgmma
+    wgmma, mma, tma              instructions
+    wgmma_groups                 what wgmma are waited for in: one group a product, or ptxas has serialised them
+    products                     of warp groups, in the kernel as Triton compiles it
+    """
 
     registers: int
     local_memory_instructions: int
+    spills_in_wgmma_loops: int
     stack_bytes: int
     shared_memory_bytes: int
     wgmma: int
+    wgmma_groups: int
+    products: int
     mma: int
     tma: int
 
@@ -63,13 +79,92 @@ def resources(compiled) -> Resources:
         sass = _run(tools / "nvdisasm", "-c", file.name)
     return Resources(
         registers=int(re.findall(r"REG:(\d+)", usage)[-1]),
-        local_memory_instructions=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        local_memory_instructions=len(LOCAL_MEMORY.findall(sass)),
+        spills_in_wgmma_loops=sum(
+            sum(bool(LOCAL_MEMORY.search(instruction)) for instruction in loop)
+            for loop in loops(sass)
+            if any("HGMMA" in instruction for instruction in loop)
+        ),
         stack_bytes=int(re.findall(r"STACK:(\d+)", usage)[-1]),
         shared_memory_bytes=compiled.metadata.shared,
         wgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        wgmma_groups=len(re.findall(r"\bHGMMA\b.*\bgsb\d", sass)),
+        products=len(re.findall(r"\bttng\.warp_group_dot\b", compiled.asm["ttgir"])),
         mma=len(re.findall(r"\bHMMA\b", sass)),
         tma=len(re.findall(r"\bUTMA(?:LDG|STG)\b", sass)),
     )
+
+
+def loops(sass: str) -> list[list[str]]:
+    """The instructions of every outermost loop in a disassembly by `nvdisasm -c`.
+
+    A loop is a set of instructions that can all reach each other. Where the compiler has put parts of it does not
+    matter. Indirect branches do not count: they dispatch roles to worker warps, in a loop around all of them.
+    """
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif instruction := INSTRUCTION.search(line):
+            instructions.append(instruction[1])
+    end = len(instructions)
+    following = [
+        [target for target in _following(number, text, labels) if target < end]
+        for number, text in enumerate(instructions)
+    ]
+    leading: list[list[int]] = [[] for _ in instructions]
+    for number, targets in enumerate(following):
+        for target in targets:
+            leading[target].append(number)
+    # Kosaraju: whoever is reached against the branches, in the order of leaving, shares a loop with where one started.
+    loop_of = dict[int, int]()
+    for start in reversed(_order_of_leaving(following)):
+        for number in _reachable(start, leading, loop_of):
+            loop_of[number] = start
+    members: dict[int, list[str]] = {}
+    for number, start in sorted(loop_of.items()):
+        members.setdefault(start, []).append(instructions[number])
+    return [texts for start, texts in members.items() if len(texts) > 1 or start in following[start]]
+
+
+def _following(number: int, text: str, labels: dict[str, int]) -> list[int]:
+    """What may come after an instruction."""
+    target = BRANCH.search(text)
+    targets = [labels[target[1]]] if target else []
+    leaves = re.match(r"(BRA|BRX|EXIT|RET)\b", text) is not None  # without a predicate in front
+    return targets if leaves else [*targets, number + 1]
+
+
+def _order_of_leaving(following: list[list[int]]) -> list[int]:
+    """Depth first: every instruction after those that are first reached through it."""
+    order: list[int] = []
+    seen = set[int]()
+    for start in range(len(following)):
+        stack = [] if start in seen else [(start, iter(following[start]))]
+        seen.add(start)
+        while stack:
+            number, targets = stack[-1]
+            target = next((target for target in targets if target not in seen), None)
+            if target is None:
+                order.append(number)
+                stack.pop()
+            else:
+                seen.add(target)
+                stack.append((target, iter(following[target])))
+    return order
+
+
+def _reachable(start: int, neighbours: list[list[int]], excluded: Container[int]) -> set[int]:
+    """Everything that can be reached from `start`, itself included, through nothing that is excluded."""
+    found = set[int]()
+    stack = [start]
+    while stack:
+        number = stack.pop()
+        if number not in found and number not in excluded:
+            found.add(number)
+            stack += neighbours[number]
+    return found
 
 
 def _run(tool: Path, *arguments: str) -> str:

@@ -3,8 +3,10 @@
 Layouts of tiles depend on shapes and dtypes only and take Triton long to build: each is built once.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,10 +30,17 @@ def matrix_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescrip
 
 
 def _descriptor(x: torch.Tensor, strides: Sequence[int], tile: tuple[int, ...]) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(strides), list(tile), _layout(tile, x.dtype))
+    """TensorDescriptor(...) without its checks, which take most of its time and which the driver repeats."""
+    descriptor = object.__new__(TensorDescriptor)
+    vars(descriptor).update(_tile_fields(tile, x.dtype), base=x, shape=list(x.shape), strides=list(strides))
+    return descriptor
 
 
 @functools.cache
-def _layout(tile: tuple[int, ...], dtype: torch.dtype):
-    """16-bit tiles are swizzled for wgmma; float32 rows are read as vectors."""
-    return row_tile_layout() if dtype == torch.float32 else tile_layout(list(tile), DTYPES[dtype])
+def _tile_fields(tile: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """The fields that do not depend on the tensor. 16-bit tiles are swizzled for wgmma; float32 rows are read as
+    vectors."""
+    layout = row_tile_layout() if dtype == torch.float32 else tile_layout(list(tile), DTYPES[dtype])
+    fields = dataclasses.fields(TensorDescriptor)
+    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    return {**defaults, "block_shape": list(tile), "layout": layout}

@@ -32,6 +32,12 @@ def exp2(x):
 
 
 @gluon.jit
+def log2(x):
+    """Logarithm to base 2 in one instruction; -inf of 0."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def opaque(x):
     """x (int32), hidden from the compiler.
 
@@ -39,6 +45,32 @@ def opaque(x):
     where it stays live in every role and spills in the small ones; what they compute from captured values is not.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_next_kernel_start():
+    """Programmatic dependent launch: a kernel launched behind this one with `launch_pdl` may take SMs that are free.
+
+    It starts when every program of this kernel has come here or has ended.
+    """
+    opaque_instruction("griddepcontrol.launch_dependents;")
+
+
+@gluon.jit
+def wait_for_kernel_before():
+    """Programmatic dependent launch: waits until the kernel before has ended and its writes can be seen.
+
+    Whoever reads what it wrote waits, in every warp that does. Without `launch_pdl` it has ended already.
+    """
+    opaque_instruction("griddepcontrol.wait;")
+
+
+@gluon.jit
+def opaque_instruction(PTX: gl.constexpr):
+    # An element-wise instruction needs an operand.
+    TEXT: gl.constexpr = PTX + " mov.b32 $0, $1;"
+    zero = gl.to_tensor(0)
+    gl.inline_asm_elementwise(TEXT, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

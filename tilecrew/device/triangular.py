@@ -70,6 +70,29 @@ def invert_diagonal_blocks(minus_L):
     )
 
 
+def _scale_columns_ptx() -> str:
+    # Inputs: the block, $8 to $15, and factors of its rows, $16 to $23, of which a lane has those of rows r and 8 + r
+    code = ["{", ".reg .b32 lane, even, odd; .reg .f32 t0, t1, b0, b1;"]
+    code.append("mov.u32 lane, %laneid; and.b32 even, lane, 3; shl.b32 even, even, 3; or.b32 odd, even, 4;")
+    code += [_shuffle("t0", "$16", "even"), _shuffle("t1", "$16", "odd")]  # of columns c and c + 1
+    code += [_shuffle("b0", "$18", "even"), _shuffle("b1", "$18", "odd")]  # of columns 8 + c and 8 + c + 1
+    factors = ["t0", "t1", "t0", "t1", "b0", "b1", "b0", "b1"]
+    code += [f"mul.f32 ${i}, ${8 + i}, {factor};" for i, factor in enumerate(factors)]
+    return "\n".join([*code, "}"])
+
+
+SCALE_COLUMNS_PTX = gl.constexpr(_scale_columns_ptx())
+SCALE_COLUMNS_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 16))
+
+
+@gluon.jit
+def scale_columns(blocks, factors):
+    """Four stacked 16x16 blocks [64, 16]: column c of block w times factor 16 w + c, of factors [64, 1] by rows."""
+    return gl.inline_asm_elementwise(
+        SCALE_COLUMNS_PTX, SCALE_COLUMNS_CONSTRAINTS, [blocks, factors], dtype=gl.float32, is_pure=True, pack=8
+    )
+
+
 # Selections in the accumulator of a 64x64 product: warp w owns rows 16 w to 16 w + 15, and lane l (r = l / 4,
 # c = 2 (l mod 4)) holds of each of the eight 8-column tiles n the values 4 n + 0 to 3:
 #     [r, 8 n + c], [r, 8 n + c + 1], [8 + r, 8 n + c], [8 + r, 8 n + c + 1]      (rows relative to 16 w)
@@ -119,21 +142,23 @@ def _own_diagonal_ptx() -> str:
     return "\n".join([*code, "}"])
 
 
-def _causal_ptx() -> str:
-    # Value [16 w + r + 8 b, 8 n + c + a] stays where 16 w + r - c - a >= 8 (n - b).
+def _causal_ptx(first_column: int) -> str:
+    # Of 32 columns from `first_column` on. Value [16 w + r + 8 b, 8 n + c + a] stays where
+    # 16 w + r - c - a >= 8 (n - b).
     code = ["{", *_positions(), ".reg .b32 even, odd; .reg .pred " + ", ".join(f"e{k}, o{k}" for k in range(9)) + ";"]
     code.append("shl.b32 even, warp, 4; add.s32 even, even, row; sub.s32 even, even, column; sub.s32 odd, even, 1;")
     for k in range(9):
         code.append(f"setp.ge.s32 e{k}, even, {8 * (k - 1)}; setp.ge.s32 o{k}, odd, {8 * (k - 1)};")
-    for i in range(32):
-        tile, bottom, second = i // 4, (i // 2) % 2, i % 2
-        code.append(f"selp.f32 ${i}, ${32 + i}, 0f00000000, {'o' if second else 'e'}{tile + 1 - bottom};")
+    for i in range(16):
+        tile, bottom, second = first_column // 8 + i // 4, (i // 2) % 2, i % 2
+        code.append(f"selp.f32 ${i}, ${16 + i}, 0f00000000, {'o' if second else 'e'}{tile + 1 - bottom};")
     return "\n".join([*code, "}"])
 
 
 OWN_BLOCKS_PTX = gl.constexpr(_own_blocks_ptx())
 OWN_DIAGONAL_PTX = gl.constexpr(_own_diagonal_ptx())
-CAUSAL_PTX = gl.constexpr(_causal_ptx())
+CAUSAL_PTX = gl.constexpr((_causal_ptx(0), _causal_ptx(32)))
+CAUSAL_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16))
 SQUARE_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 32))
 
 
@@ -172,6 +197,8 @@ def own_diagonal(x):
 
 
 @gluon.jit
-def causal(x):
-    """[64, 64] accumulator with zeros above the diagonal, whatever was there."""
-    return select_in_square(x, CAUSAL_PTX)
+def causal(x, FIRST_COLUMN: gl.constexpr):
+    """Half a [64, 64] accumulator, [64, 32] from FIRST_COLUMN on, with zeros above the diagonal, whatever was there."""
+    gl.static_assert(x.shape[0] == 64 and x.shape[1] == 32, "half the accumulator of a 64x64 product over 4 warps")
+    PTX: gl.constexpr = CAUSAL_PTX[FIRST_COLUMN // 32]
+    return gl.inline_asm_elementwise(PTX, CAUSAL_CONSTRAINTS, [x], dtype=gl.float32, is_pure=True, pack=16)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from tilecrew.gated_delta_rule import checks, gates, operators, recurrent_operators
+from tilecrew._plans import PlainCall
+from tilecrew.gated_delta_rule import checks, eager, gates, operators, recurrent_operators
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.gated_delta_rule.schedule import (
@@ -49,6 +50,8 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     implementation: str | None = None,
     output_h: bool = False,
+    history_tolerance: float = 0,  # as an int, or torch.compile would make an input of it
+    batch_invariant: bool = False,
 ) -> tuple[Any, ...]:
     """The gated delta rule over whole sequences, computed chunk by chunk: prefill and training.
 
@@ -86,6 +89,13 @@ def chunk_gated_delta_rule(
         implementation: None chooses (`explain_chunk_gated_delta_rule` tells what and why); "scan", "roles",
             "portable" or "chunked" force one.
         output_h: also return the state before each chunk; no gradient flows through it.
+        history_tolerance: from 0 on and below 1. Where the schedule cuts sequences into pieces that run at the same
+            time, a piece whose gates multiply to less than this passes nothing on of the state before it. No state
+            then loses more than this share of the largest state before it, provided that 0 <= beta |k|^2 <= 2, as
+            for keys of unit length; longer keys void the bound. 0, the default, is exact.
+        batch_invariant: a sequence gives the same bits alone, in any batch, and packed: everything that would be
+            chosen by the number or the lengths of sequences is fixed, which costs time. Calls are comparable that
+            share heads, dtype, options and device. Not available where an input requires a gradient.
 
     Returns:
         (o, final_state), or (o, final_state, h) with output_h.
@@ -98,8 +108,33 @@ def chunk_gated_delta_rule(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes, devices, strides, offsets or options that do not fit, or a forced implementation that
-            cannot run: the message names the argument, what it is and what was expected.
+            cannot run, or batch_invariant where it cannot be kept: the message names the argument, what it is and what
+            was expected.
     """
+    call = eager.plain_call(
+        (q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            state_v_first,
+            cp_context,
+            use_gate_in_kernel,
+            chunk_size,
+            implementation,
+            output_h,
+            history_tolerance,
+            batch_invariant,
+        ),
+    )
+    plan = operators.PLANS.find(call)
+    if call is not None and plan is not None:
+        checks.check_offsets(cu_seqlens, cu_seqlens_cpu, q.shape[1])
+        results = plan.run(call.tensors, call.addresses)
+        if results is not None:
+            return results if output_h else results[:2]
     arguments = _forward_arguments(
         q=q,
         k=k,
@@ -122,11 +157,21 @@ def chunk_gated_delta_rule(
         chunk_size=chunk_size,
         implementation=implementation,
         output_h=output_h,
+        history_tolerance=history_tolerance,
+        batch_invariant=batch_invariant,
     )
+    return _run_chunked(arguments, implementation, call)
+
+
+def _run_chunked(arguments: ForwardArguments, implementation: str | None, call: PlainCall | None) -> tuple[Any, ...]:
+    """What `chunk_gated_delta_rule` returns for checked arguments; `call` where the dispatcher need not see it."""
     requires_gradient = _requires_gradient(arguments)
     if requires_gradient:
         arguments = _with_differentiable_gates(arguments, implementation)
-    result = operators.chunk_forward(arguments, requires_gradient, implementation)
+    if call is not None:
+        result = operators.chunk_forward_directly(arguments, implementation, call)
+    else:
+        result = operators.chunk_forward(arguments, requires_gradient, implementation)
     if result.h is not None:
         return result.o, result.final_state, result.h
     return result.o, result.final_state
@@ -202,6 +247,25 @@ def fused_recurrent_gated_delta_rule(
     Raises:
         TypeError, ValueError: as `chunk_gated_delta_rule`.
     """
+    call = eager.plain_call(
+        (q, k, v, g, gk, gv, beta, initial_state, state_indices, cu_seqlens, A_log, dt_bias),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            state_v_first,
+            inplace_state,
+            implementation,
+        ),
+    )
+    plan = recurrent_operators.PLANS.find(call)
+    if call is not None and plan is not None:
+        results = plan.run(call.tensors, call.addresses)
+        if results is not None:
+            return results
     checks.check_gate_options(use_gate_in_kernel, A_log, dt_bias)
     require_known(implementation, RECURRENT_IMPLEMENTATIONS)
     arguments = RecurrentArguments(
@@ -231,6 +295,8 @@ def fused_recurrent_gated_delta_rule(
         if inplace_state:
             raise ValueError("inplace_state=True has no gradient, and an input requires one")
         return recurrent_operators.recurrent_differentiable(arguments)
+    if call is not None:
+        return recurrent_operators.recurrent_forward_directly(arguments, implementation, call)
     return recurrent_operators.recurrent_forward(arguments, implementation)
 
 

@@ -24,6 +24,8 @@ class ForwardArguments:
     A_log, dt_bias      [HV]           g becomes -exp(A_log) * softplus(g + dt_bias); dt_bias may be None
     use_qk_l2norm       q and k are divided by sqrt(sum of squares + 1e-6) along K
     use_beta_sigmoid    beta becomes sigmoid(beta), times 2 where allow_neg_eigval
+    history_tolerance   in context parallelism, a piece whose gates multiply to less passes no state on; 0: exact
+    batch_invariant     the bits of a sequence do not depend on the batch that it is in
     """
 
     q: torch.Tensor
@@ -44,6 +46,8 @@ class ForwardArguments:
     output_final_state: bool = False
     output_h: bool = False
     chunk_size: int = 64
+    history_tolerance: float = 0.0
+    batch_invariant: bool = False
 
     @property
     def num_sequences(self) -> int:

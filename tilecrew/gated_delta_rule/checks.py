@@ -56,6 +56,17 @@ def check_forward(arguments: ForwardArguments) -> None:
         check_state("initial_state", arguments.initial_state, q)
     if isinstance(arguments.chunk_size, bool) or arguments.chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size must be one of {CHUNK_SIZES}, got {arguments.chunk_size!r}")
+    check_history_tolerance(arguments.history_tolerance)
+    if not isinstance(arguments.batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool, got {type(arguments.batch_invariant).__name__}")
+
+
+def check_history_tolerance(tolerance: float) -> None:
+    """A share: a number from 0 on and below 1."""
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)):
+        raise TypeError(f"history_tolerance must be a float, got {type(tolerance).__name__}")
+    if not 0.0 <= tolerance < 1.0:  # NaN is neither
+        raise ValueError(f"history_tolerance must be at least 0 and below 1, got {tolerance}")
 
 
 def check_queries_keys_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Sizes:

@@ -2,7 +2,7 @@
 
 from tilecrew.device.compat import gl, gluon, reinterpret
 from tilecrew.device.tiles import LOG2_E, exp2
-from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, GATE_ROWS
+from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, FACTOR_ROWS, GATE_ROWS
 
 MINIMUM_LOG_DECAY = gl.constexpr(
     -100.0
@@ -36,7 +36,8 @@ def _add(a, b):
 
 @gluon.jit
 def prepare_gates(tensors, strides, place, tiles, gates, config: gl.constexpr):
-    """Cumulative log2 decay and beta of a group of value heads, into shared memory and into rows 0 and 1 of `gates`.
+    """Cumulative log2 decay and beta of a group of value heads, into shared memory; for the roles kernel also into rows
+    0 and 1 of `gates`.
 
     tensors: (g, beta, A_log, dt_bias) pointers; strides: of g, then of beta, over batch, token, head.
     place: (batch, token, length, value_head). Behind `length` tokens the decay stays and beta is 0.
@@ -69,18 +70,17 @@ def prepare_gates(tensors, strides, place, tiles, gates, config: gl.constexpr):
     matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     reinterpret(log2_decay_tile, gl.float32, [GROUP, CHUNK], matrix).store(g)
     reinterpret(beta_tile, gl.float32, [GROUP, CHUNK], matrix).store(beta)
-    row = gl.arange(0, GROUP, gl.SliceLayout(1, layout))[:, None] * (GATE_ROWS * CHUNK) + position[None, :]
-    gl.store(gates + row, g)
-    gl.store(gates + row + CHUNK, beta)
+    if not config.for_scan:
+        row = gl.arange(0, GROUP, gl.SliceLayout(1, layout))[:, None] * (GATE_ROWS * CHUNK) + position[None, :]
+        gl.store(gates + row, g)
+        gl.store(gates + row + CHUNK, beta)
 
 
 @gluon.jit
-def inverse_norms(matrix, norms, length):
-    """norms[i] = 1 / sqrt(|row i|^2 + 1e-6) of a [64, 128] tile, 0 behind `length` rows, into a shared vector."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    x = matrix.load(layout).to(gl.float32)
-    row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    norms.store(gl.where(row < length, gl.rsqrt(gl.sum(x * x, 1) + NORM_EPSILON), 0.0))
+def inverse_norms(squares, length):
+    """1 / sqrt(|row|^2 + 1e-6) from the squares of 64 rows, 0 behind `length` rows."""
+    row = gl.arange(0, CHUNK, squares.type.layout)
+    return gl.where(row < length, gl.rsqrt(squares + NORM_EPSILON), 0.0)
 
 
 @gluon.jit
@@ -94,3 +94,32 @@ def store_norms(norms, gates, config: gl.constexpr):
     for group_idx in gl.static_range(GROUP):
         gl.store(gates + (group_idx * GATE_ROWS + 2) * CHUNK + position, key_norm)
         gl.store(gates + (group_idx * GATE_ROWS + 3) * CHUNK + position, query_norm)
+
+
+@gluon.jit
+def store_factors(log2_decay, norms, scale, factors, config: gl.constexpr):
+    """What the scan multiplies rows of a chunk with, for every value head of the group: the rows of `factors`.
+
+    0  g, the cumulative log2 decay     1  gamma / n, of U             2  scale gamma / n_q, of Q S
+    3  e^{g_C - g} / n, of V_d in V'    (n, n_q: norms of keys and queries where asked)
+    """
+    GROUP: gl.constexpr = config.head_group
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    position = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))[None, :]
+    g = reinterpret(log2_decay, gl.float32, [GROUP, CHUNK], matrix).load(layout)
+    total = gl.sum(gl.where(position == CHUNK - 1, g, 0.0), 1)[:, None]
+    of_key = exp2(g)
+    of_query = of_key * scale
+    to_end = exp2(total - g)
+    if config.normalise:
+        key_norm = norms.index(0).load(gl.SliceLayout(0, layout))[None, :]
+        of_key *= key_norm
+        to_end *= key_norm
+        of_query *= norms.index(1).load(gl.SliceLayout(0, layout))[None, :]
+    head = gl.arange(0, GROUP, gl.SliceLayout(1, layout))[:, None]
+    first = factors + head * (FACTOR_ROWS * CHUNK) + position
+    gl.store(first, g)
+    gl.store(first + CHUNK, of_key)
+    gl.store(first + 2 * CHUNK, of_query)
+    gl.store(first + 3 * CHUNK, to_end)

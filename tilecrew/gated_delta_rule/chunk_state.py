@@ -43,9 +43,9 @@ def load_state(first, ROWS: gl.constexpr, COLUMNS: gl.constexpr, COLUMN_STRIDE: 
         right = load_state(first + half * COLUMN_STRIDE, ROWS, COLUMNS // 2, COLUMN_STRIDE, ROW_STRIDE)
         S = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [ROWS, COLUMNS])
     else:
-        LAYOUT: gl.constexpr = accumulator_layout(COLUMNS)
+        LAYOUT: gl.constexpr = accumulator_layout(COLUMNS, gl.num_warps())
         S = gl.load(first + state_offsets(ROWS, COLUMNS, LAYOUT, COLUMN_STRIDE, ROW_STRIDE))
-    return gl.convert_layout(S, accumulator_layout(COLUMNS), assert_trivial=True)
+    return gl.convert_layout(S, accumulator_layout(COLUMNS, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
@@ -56,6 +56,6 @@ def state_offsets(
     COLUMN_STRIDE: gl.constexpr,
     ROW_STRIDE: gl.constexpr,
 ):
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.int64)[:, None]
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).to(gl.int64)[None, :]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
     return row * ROW_STRIDE + column * COLUMN_STRIDE

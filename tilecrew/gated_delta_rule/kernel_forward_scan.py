@@ -1,45 +1,50 @@
 """Chunked gated delta rule on Hopper, with the state in registers from the first chunk to the last.
 
-One CTA serves one piece of a sequence, one value head and 64 values, and walks the chunks in time. Its scan role keeps
-the *transposed* state S^T [V, K] as the accumulator of a warp group's MMA. Rows of S^T do not depend on each other, and
-an accumulator becomes the left operand of the next MMA in registers: so S, U, W and V_d never leave the scan role, and
-nothing in the chain from one chunk to the next waits for another warp group. A_g comes from kernel_prepare; P_g is made
-ahead by another role.
+One CTA serves one piece of a sequence, one value head and 64 or 128 values, and walks the chunks in time. Its scan role
+keeps the *transposed* state S^T [V, K] as the accumulator of MMAs of warp groups, each with 64 rows. Rows of S^T do not
+depend on each other, and an accumulator becomes the left operand of the next MMA in registers: so S, U, W and V_d never
+leave the scan role, and nothing in the chain from one chunk to the next waits for another warp. With 128 values two
+warp groups work in step and share every tile. A_g, scale Q K^T and all factors come from kernel_prepare.
 
 Computes (equation numbers of README.md), per chunk:
-    attention   P_g = scale G o Q K^T (3), and the factors below
+    attention   P_g = G o (scale Q K^T) (3), in the place where scale Q K^T landed
     scan        U^T = S^T K^T;  W^T = V^T - gamma o U^T (4);  V_d^T = W^T A_g^T (5)
                 O^T = scale gamma o (S^T Q^T) + V_d^T P_g^T (6);  S^T <- gamma_C S^T + (e^{g_C - g} o V_d)^T K (7)
 
-Roles                 warps  registers  job
-    scan (default)      4      240      S, U, W, V_d, O
-    attention           4      168      P_g and factors of the chunks to come
-    load_query_key      1      48       TMA of Q and K
-    load_value          1      48       TMA of V
-    load_inverse        1      48       TMA of A_g and of the gates
-    store               1      48       TMA of O and of S (the optional output h)
+Roles                 64 values:            128 values:           job
+                      warps   registers     warps   registers
+    scan (default)      4       256           8       208         S, U, W, V_d, O
+    attention           4       168           4        64         P_g of the chunks to come; zeros behind the end of V
+    load_query_key      1        48           1        32         TMA of Q and K; zeros behind the end of K
+    load_value          1        48           1        32         TMA of V
+    load_prepared       1        48           1        32         TMA of A_g, scale Q K^T and the factors
+    store               1        48           1        32         TMA of O and of S (the optional output h)
 
 Ring            producers -> consumers                       full by            empty by    bytes x stages
-    inputs      load_query_key, load_value, load_inverse     3 arrivals + TMA   scan        49 KiB x 4 (with h: 3)
-                -> attention, scan
+    inputs      load_query_key, load_value, load_prepared    3 arrivals + TMA   scan        57 KiB x 3
+                -> attention, scan                                                          (128 values: 65 KiB x 3)
 
 Hand-offs       producer -> consumers                        ready when written         free when
-    prepared    attention -> scan (2 slots)                  P_g, factors               implied by inputs' empty
+    gated       attention -> scan (a barrier a stage)        P_g, zeros in V            implied by inputs' empty
     output      scan -> store                                O: told by inputs' empty   O stored
-    state       scan -> store (h only)                       S before the chunk         S stored
+    state       scan -> store (h only, of 64 values)         S before the chunk         S stored
 
 Timeline        [chunk i]
     load_*      wait inputs empty -> TMA of the chunk that comes num_stages later
-    attention   wait inputs -> P, G -> wait until chunk i - 2 is finished -> P_g, factors out
-    scan        wait inputs -> U | wait prepared, gamma_C S -> W -> V_d, Q S | O of chunk i - 1 out -> S, O
+    attention   wait inputs -> per half of 32 columns: P in, G, P_g out
+    scan        wait inputs -> U | wait gated, V in, gamma_C S -> W -> V_d, Q S -> S, O | wait store -> O out
     store       (wait state -> h) | wait inputs empty -> O of chunk i, while the scan computes chunk i + 1
 
 A chunk that is not full is the last of its sequence, and what follows may hold NaN: rows of K behind the end become
-zeros as they land, values behind the end become zeros before the scan reads them (their beta is 0), rows of O behind
-the end are not stored; Q reaches only those rows.
+zeros as they land, values behind the end become zeros before the scan reads them, rows of O behind the end are not
+stored; Q reaches only those rows.
+
+ptxas keeps MMAs in flight, and their addresses in uniform registers, only where it sees that all threads of a warp come
+by together, and it is easily put off: `ring.remainder` and the wait at the top of the attention role are there for its
+sake. tests/gated_delta_rule/test_gluon_compile.py tells where it serialises MMAs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,27 +63,29 @@ from tilecrew.device.compat import (
 from tilecrew.device.descriptors import matrix_descriptor, token_descriptor
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, operand_layout
-from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, zero_rows
+from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, wait_for_kernel_before, zero_rows
 from tilecrew.device.triangular import causal
-from tilecrew.gated_delta_rule import kernel_prepare
+from tilecrew.gated_delta_rule import context_parallel, kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
-from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, GATE_ROWS
+from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS
 from tilecrew.gated_delta_rule.chunk_state import load_state, state_pointer, store_state
 from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
-from tilecrew.gated_delta_rule.crew_forward_scan import FACTORS, NUM_SLOTS, SCAN_VALUES, ScanCrew, ScanTiles
+from tilecrew.gated_delta_rule.crew_forward_scan import ScanCrew, ScanTiles
 from tilecrew.gated_delta_rule.kernel_forward_roles import Pointers, allocate_result
 from tilecrew.gated_delta_rule.kernel_prepare import Prepared
 from tilecrew.gated_delta_rule.schedule import Schedule
 
-# Threads x registers at entry, before the roles re-divide them: 12 warps x 32 x 168 of the 65,536 of an SM.
-ENTRY_REGISTERS = 168
-ATTENTION_REGISTERS, COPY_REGISTERS = gl.constexpr(168), gl.constexpr(48)
-NUM_STAGES = 4
+NUM_STAGES = 3  # what 227 KB hold of them, with O, for either block of V, and with S for 64 values
+HALF = gl.constexpr(CHUNK // 2)
+# By block of V, registers of a thread. The scan role gets what is left of an SM's 65,536: with 128 values it needs more
+# than 200, or ptxas serialises its MMAs.
+ATTENTION_REGISTERS = {64: 168, 128: 64}
+COPY_REGISTERS = {64: 48, 128: 32}
 
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """What the kernel is compiled for. num_stages: of the ring, what 227 KB hold."""
+    """What the kernel is compiled for; block_v is 64 or 128, registers are those of a thread."""
 
     num_value_heads: int
     value_heads_per_head: int
@@ -89,21 +96,37 @@ class ScanConfig:
     store_final_state: bool
     store_h: bool
     state_v_first: bool
+    block_v: int
     num_stages: int
+    attention_registers: int
+    copy_registers: int
 
 
 def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
     """Outputs and states on the current stream: the prepare kernel, then the scan. See ForwardArguments for shapes."""
     result = allocate_result(arguments)
     prepared = kernel_prepare.run_gated(arguments, result.o)
-    launch(arguments, prepared, result).run()
+    run_prepared(arguments, schedule, prepared, result)
     return result
+
+
+def run_prepared(arguments: ForwardArguments, schedule: Schedule, prepared: Prepared, result: ForwardResult) -> None:
+    """What follows kernel_prepare.run_gated: the scan, and the states before pieces (context_parallel) where the
+    schedule cuts sequences into them."""
+    pieces = None
+    if schedule.chunks_per_piece:
+        plan = context_parallel.plan(arguments, schedule.chunks_per_piece)
+        pieces = context_parallel.table(arguments, plan)
+        states = context_parallel.input_states(arguments, prepared, plan, pieces, arguments.history_tolerance)
+        arguments = replace(arguments, initial_state=states)
+    launch(arguments, prepared, result, schedule.block_v, pieces).run()
 
 
 def launch(
     arguments: ForwardArguments,
     prepared: Prepared,
     result: ForwardResult,
+    block_v: int,
     pieces: torch.Tensor | None = None,
 ) -> Launch:
     """The launch of this kernel; `pieces` as in kernel_forward_roles.launch."""
@@ -119,24 +142,31 @@ def launch(
         store_final_state=result.final_state is not None,
         store_h=result.h is not None,
         state_v_first=arguments.state_v_first,
-        num_stages=NUM_STAGES - (result.h is not None),
+        block_v=block_v,
+        num_stages=NUM_STAGES,
+        attention_registers=ATTENTION_REGISTERS[block_v],
+        copy_registers=COPY_REGISTERS[block_v],
     )
     h = result.o if result.h is None else result.h
     args = (
         token_descriptor(q, 128),
         token_descriptor(arguments.k, 128),
-        token_descriptor(v, 64),
+        token_descriptor(v, block_v),
         matrix_descriptor(prepared.inverse, 64, 64),
-        matrix_descriptor(prepared.gates, 4, 64),
-        token_descriptor(result.o, 64),
-        matrix_descriptor(h, 128, 64),
+        matrix_descriptor(prepared.scores, 64, 64),
+        matrix_descriptor(prepared.factors, 4, 64),
+        token_descriptor(result.o, block_v),
+        matrix_descriptor(h, 128, block_v),
         Pointers(result.o, arguments.initial_state, result.final_state, arguments.cu_seqlens, pieces),
-        arguments.scale,
         config,
     )
     num_pieces = arguments.num_sequences if pieces is None else pieces.shape[0]
-    num_programs = num_pieces * num_value_heads * 2
-    return Launch(forward_scan_kernel, num_programs, args, {"num_warps": 4, "maxnreg": ENTRY_REGISTERS})
+    num_programs = num_pieces * num_value_heads * (v.shape[3] // block_v)
+    scan_warps = block_v // 16
+    entry_registers = 65_536 // (32 * (scan_warps + 8)) // 8 * 8  # before the roles re-divide them
+    # It may start while the kernel before ends: the roles that read what that wrote wait for it.
+    options = {"num_warps": scan_warps, "maxnreg": entry_registers, "launch_pdl": True}
+    return Launch(forward_scan_kernel, num_programs, args, options)
 
 
 @gluon.jit
@@ -145,47 +175,50 @@ def forward_scan_kernel(
     k_desc,
     v_desc,
     inverse_desc,
-    gates_desc,
+    scores_desc,
+    factors_desc,
     o_desc,
     h_desc,
     pointers,
-    scale,
     config: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    BLOCK_V: gl.constexpr = config.block_v
     num_tokens = opaque(q_desc.shape[1])
     walk = ChunkWalk.create(
         num_tokens,
         pointers.cu_seqlens,
         pointers.pieces,
         config.num_value_heads,
-        DIM // SCAN_VALUES,
-        SCAN_VALUES,
+        DIM // BLOCK_V,
+        BLOCK_V,
         config.varlen,
         config.has_pieces,
     )
     TOKEN_STRIDE: gl.constexpr = config.num_value_heads * DIM
     first_token = walk.batch.to(gl.int64) * num_tokens + walk.token_start
     output_pointer = pointers.output + first_token * TOKEN_STRIDE + walk.head * DIM + walk.value_offset
-    tiles = ScanTiles.create(q_desc, k_desc, v_desc, inverse_desc, gates_desc, o_desc, h_desc, config)
+    tiles = ScanTiles.create((q_desc, k_desc, v_desc, inverse_desc, scores_desc, factors_desc, o_desc, h_desc), config)
     crew = ScanCrew.create(config)
     VALUE_STRIDE: gl.constexpr = DIM if config.state_v_first else 1  # of the states in global memory
     KEY_STRIDE: gl.constexpr = 1 if config.state_v_first else DIM
-    S = gl.zeros([SCAN_VALUES, DIM], gl.float32, accumulator_layout(DIM))
+    S = gl.zeros([BLOCK_V, DIM], gl.float32, accumulator_layout(DIM, num_warps))
     if config.has_initial_state:
+        wait_for_kernel_before()
         first = state_pointer(pointers.initial_state, walk.piece, walk, config)
-        S = load_state(first, SCAN_VALUES, DIM, KEY_STRIDE, VALUE_STRIDE)
+        S = load_state(first, BLOCK_V, DIM, KEY_STRIDE, VALUE_STRIDE)
+    COPY: gl.constexpr = config.copy_registers
     results = gl.warp_specialize(
         [
             (scan_role, (tiles, crew, walk, S, config)),
-            (attention_role, (tiles, crew, walk, scale, config)),
+            (attention_role, (tiles, crew, walk, config)),
             (load_query_key_role, (tiles, crew, walk, q_desc, k_desc, config)),
             (load_value_role, (tiles, crew, walk, v_desc, config)),
-            (load_inverse_role, (tiles, crew, walk, inverse_desc, gates_desc, config)),
+            (load_prepared_role, (tiles, crew, walk, (inverse_desc, scores_desc, factors_desc), config)),
             (store_role, (tiles, crew, walk, o_desc, h_desc, output_pointer, config)),
         ],
         [4, 1, 1, 1, 1],
-        [ATTENTION_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        [config.attention_registers, COPY, COPY, COPY, COPY],
     )
     if config.store_final_state:
         if walk.ends_sequence == 1:
@@ -195,11 +228,11 @@ def forward_scan_kernel(
 
 @gluon.jit
 def scan_role(tiles, crew, walk, S, config: gl.constexpr):
-    wide: gl.constexpr = accumulator_layout(DIM)  # of S^T [64 values, 128 keys]
-    square: gl.constexpr = accumulator_layout(CHUNK)  # of U^T, V_d^T, O^T [64 values, 64 tokens]
+    BLOCK_V: gl.constexpr = config.block_v
+    wide: gl.constexpr = accumulator_layout(DIM, BLOCK_V // 16)  # of S^T [values, 128 keys]
+    square: gl.constexpr = accumulator_layout(CHUNK, BLOCK_V // 16)  # of U^T, V_d^T, O^T [values, 64 tokens]
     tokens: gl.constexpr = gl.SliceLayout(0, square)
     dtype: gl.constexpr = tiles.query.dtype
-    O = gl.zeros([SCAN_VALUES, CHUNK], gl.float32, square)
     for i in range(walk.num_chunks):
         if config.store_h:
             crew.state.acquire(i)
@@ -210,92 +243,64 @@ def scan_role(tiles, crew, walk, S, config: gl.constexpr):
         key = tiles.key_matrix(stage)
         # (4)
         state = gl.convert_layout(S.to(dtype), operand_layout(square, 0))
-        U = gl.zeros([SCAN_VALUES, CHUNK], gl.float32, square)
+        U = gl.zeros([BLOCK_V, CHUNK], gl.float32, square)
         U = warpgroup_mma(state, key.permute((1, 0)), U, use_acc=False, is_async=True)
-        crew.wait_prepared(i)
-        factors = tiles.factor_vectors(i % NUM_SLOTS)
+        crew.wait_attention(i)
+        factors = tiles.factor_vectors(stage)
         V = tiles.value_matrix(stage).permute((1, 0)).load(square).to(gl.float32)
-        gamma = factors.index(0).load(tokens)
-        S = S * scalar(factors.index(3), 0, gl.SliceLayout(0, wide))
+        gamma = factors.index(1).load(tokens)
+        S = S * exp2(scalar(factors.index(0), CHUNK - 1, gl.SliceLayout(0, wide)))
         U = warpgroup_mma_wait(0, deps=(U,))
         W = gl.convert_layout((V - gamma[None, :] * U).to(dtype), operand_layout(square, 0))
-        # (5); then Q S, which nothing waits for yet
-        V_d = gl.zeros([SCAN_VALUES, CHUNK], gl.float32, square)
+        # (5)
+        V_d = gl.zeros([BLOCK_V, CHUNK], gl.float32, square)
         A_g = tiles.gated_inverse.index(stage).permute((1, 0))
         V_d = warpgroup_mma(W, A_g, V_d, use_acc=False, is_async=True)
-        Q_S = gl.zeros([SCAN_VALUES, CHUNK], gl.float32, square)
+        Q_S = gl.zeros([BLOCK_V, CHUNK], gl.float32, square)
         Q_S = warpgroup_mma(state, tiles.query_matrix(stage).permute((1, 0)), Q_S, use_acc=False, is_async=True)
-        # O of the chunk before, meanwhile
-        crew.acquire_output(i - 1)
-        tiles.output_matrix().permute((1, 0)).store(O.to(dtype))
-        crew.finish_chunk(i - 1)
-        to_end = factors.index(2).load(tokens)
+        to_end = factors.index(3).load(tokens)
         V_d, W = warpgroup_mma_wait(1, deps=(V_d, W))
         # (7), (6)
         delta = gl.convert_layout((V_d * to_end[None, :]).to(dtype), operand_layout(wide, 0))
         S = warpgroup_mma(delta, key, S, is_async=True)
         V_d = gl.convert_layout(V_d.to(dtype), operand_layout(square, 0))
         Q_S, state = warpgroup_mma_wait(1, deps=(Q_S, state))
-        O = Q_S * factors.index(1).load(tokens)[None, :]
-        P_g = tiles.attention.index(i % NUM_SLOTS).permute((1, 0))
+        O = Q_S * factors.index(2).load(tokens)[None, :]
+        P_g = tiles.attention.index(stage).permute((1, 0))
         O = warpgroup_mma(V_d, P_g, O, is_async=True)
+        crew.acquire_output(i)
         S, O, delta, V_d = warpgroup_mma_wait(0, deps=(S, O, delta, V_d))
-    crew.acquire_output(walk.num_chunks - 1)
-    tiles.output_matrix().permute((1, 0)).store(O.to(dtype))
-    crew.finish_chunk(walk.num_chunks - 1)
+        tiles.output_matrix().permute((1, 0)).store(O.to(dtype))
+        crew.finish_chunk(i)
     return (S,)
 
 
 @gluon.jit
-def attention_role(tiles, crew, walk, scale, config: gl.constexpr):
-    square: gl.constexpr = accumulator_layout(CHUNK)
-    rows: gl.constexpr = gl.SliceLayout(1, square)
-    columns: gl.constexpr = gl.SliceLayout(0, square)
-    dtype: gl.constexpr = tiles.query.dtype
+def attention_role(tiles, crew, walk, config: gl.constexpr):
+    half: gl.constexpr = accumulator_layout(HALF)  # of P [64 queries, 32 keys]: all 64 would take too many registers
+    rows: gl.constexpr = gl.SliceLayout(1, half)
+    columns: gl.constexpr = gl.SliceLayout(0, half)
+    # Without a wait for an MMA in some other role, ptxas takes the scan role for divergent code and serialises its
+    # MMAs.
+    warpgroup_mma_wait(0, deps=(gl.zeros([CHUNK, 8], gl.float32, accumulator_layout(8)),))
     for i in range(walk.num_chunks):
         crew.inputs.wait(i)
         stage = crew.inputs.stage(i)
-        gates = tiles.gate_vectors(stage)
+        g = tiles.factor_vectors(stage).index(0)
         # (3)
-        P = gl.zeros([CHUNK, CHUNK], gl.float32, square)
-        key = tiles.key_matrix(stage).permute((1, 0))
-        P = warpgroup_mma(tiles.query_matrix(stage), key, P, use_acc=False, is_async=True)
-        # e^{g_i - g_j}: above the diagonal it may be infinite, and `causal` selects
-        G = exp2(gates.index(0).load(rows)[:, None] - gates.index(0).load(columns)[None, :])
-        query_factor = gl.full([CHUNK], 1.0, gl.float32, rows) * scale
-        if config.normalise:
-            query_factor = query_factor * gates.index(3).load(rows)
-            G = G * gates.index(2).load(columns)[None, :]
-        G = G * query_factor[:, None]
-        P = warpgroup_mma_wait(0, deps=(P,))
-        crew.acquire_slot(i)
-        tiles.attention.index(i % NUM_SLOTS).store(causal(P * G).to(dtype))
-        tiles.factors.index(i % NUM_SLOTS).store(scan_factors(gates, scale, config))
-        if scalar(gates.index(1), CHUNK - 1, rows) == 0.0:
-            # Maybe a partial chunk. A value with beta = 0 counts for nothing: zeros for it, and so behind the end.
+        for first in gl.static_range(0, CHUNK, HALF):
+            attention = tiles.attention.index(stage).slice(first, HALF, dim=1)
+            P = attention.load(half).to(gl.float32)
+            # e^{g_i - g_j}: above the diagonal it may be infinite, and `causal` selects
+            G = exp2(g.load(rows)[:, None] - g.slice(first, HALF).load(columns)[None, :])
+            attention.store(causal(P * G, first).to(attention.dtype))
+        if walk.tokens_left(i) < CHUNK:
+            # What follows belongs to a neighbour, and S would meet it: zero times NaN is NaN.
             value = tiles.value_matrix(stage)
-            V = value.load(square)
-            value.store(gl.where(gates.index(1).load(rows)[:, None] != 0.0, V, gl.zeros_like(V)))
-        crew.publish_slot(i)
-
-
-@gluon.jit
-def scan_factors(gates, scale, config: gl.constexpr):
-    """[4, 64]: gamma / n for U, scale gamma / n_q for Q S, e^{g_C - g} / n for V', gamma_C for S; norms where asked."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    g = gates.index(0).load(layout)
-    total = scalar(gates.index(0), CHUNK - 1, layout)
-    gamma = exp2(g)
-    to_end = exp2(total - g)
-    query_factor = gamma * scale
-    if config.normalise:
-        key_norm = gates.index(2).load(layout)
-        query_factor = query_factor * gates.index(3).load(layout)
-        gamma = gamma * key_norm
-        to_end = to_end * key_norm
-    # Joined, the last two dimensions count the vectors: the outer pair is the low bit, the inner the high bit.
-    pairs = gl.join(gl.join(gamma, to_end), gl.join(query_factor, exp2(gl.zeros_like(g) + total)))
-    return gl.reshape(gl.permute(pairs, (1, 2, 0)), [FACTORS, CHUNK])
+            V = value.load(half)
+            row = gl.arange(0, CHUNK, rows)[:, None]
+            value.store(gl.where(row < walk.tokens_left(i), V, gl.zeros_like(V)))
+        crew.publish_attention(i)
 
 
 @gluon.jit
@@ -331,14 +336,22 @@ def load_value_role(tiles, crew, walk, v_desc, config: gl.constexpr):
 
 
 @gluon.jit
-def load_inverse_role(tiles, crew, walk, inverse_desc, gates_desc, config: gl.constexpr):
+def load_prepared_role(tiles, crew, walk, descs, config: gl.constexpr):
+    inverse_desc, scores_desc, factors_desc = descs
+    NUM_HEADS: gl.constexpr = config.num_value_heads // config.value_heads_per_head
+    head = walk.head // config.value_heads_per_head
+    wait_for_kernel_before()
     for i in range(walk.num_chunks):
         full = crew.inputs.acquire(i)
         stage = crew.inputs.stage(i)
         row = walk.slot_head(i, config.num_value_heads)
-        mbarrier.expect(full, inverse_desc.block_type.nbytes + gates_desc.block_type.nbytes)
-        tma_load(gates_desc, [row * GATE_ROWS, 0], full, tiles.gates.index(stage))
+        mbarrier.expect(
+            full, inverse_desc.block_type.nbytes + scores_desc.block_type.nbytes + factors_desc.block_type.nbytes
+        )
+        tma_load(factors_desc, [row * FACTOR_ROWS, 0], full, tiles.factors.index(stage))
         tma_load(inverse_desc, [row * CHUNK, 0], full, tiles.gated_inverse.index(stage))
+        score_row = ((walk.first_slot + i) * NUM_HEADS + head) * CHUNK
+        tma_load(scores_desc, [score_row, 0], full, tiles.attention.index(stage))
 
 
 @gluon.jit
@@ -351,11 +364,13 @@ def store_role(tiles, crew, walk, o_desc, h_desc, output_pointer, config: gl.con
             tma_store_wait(0)
             crew.state.release()
         crew.inputs.wait_released(i)
-        if walk.tokens_left(i) < CHUNK:
-            TOKEN_STRIDE: gl.constexpr = config.num_value_heads * DIM
-            first = output_pointer + (i * CHUNK).to(gl.int64) * TOKEN_STRIDE
-            store_rows(tiles.output_matrix(), first, TOKEN_STRIDE, walk.tokens_left(i))
-        else:
+        if walk.tokens_left(i) >= CHUNK:
             tma_store(o_desc, [walk.batch, walk.token(i), walk.head, walk.value_offset], tiles.output)
             tma_store_wait(0)
-        crew.release_output()
+            crew.release_output()
+    # Behind the loop, whose every turn would else have the registers of this.
+    last = walk.num_chunks - 1
+    if walk.tokens_left(last) < CHUNK:
+        TOKEN_STRIDE: gl.constexpr = config.num_value_heads * DIM
+        first = output_pointer + (last * CHUNK).to(gl.int64) * TOKEN_STRIDE
+        store_rows(tiles.output_matrix(), first, TOKEN_STRIDE, walk.tokens_left(last))

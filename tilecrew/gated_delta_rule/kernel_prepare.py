@@ -7,8 +7,10 @@ Computes (equation numbers of README.md), per chunk of 64 tokens:
 
 Programs    one per slot (chunk), query/key head and group of up to 4 of its value heads; 4 warps, no roles
 Buffers     inverse [slots, HV, 64, 64] in the input dtype
-            gates [slots, HV, 4, 64] float32, rows: cumulative log2 decay, beta, inverse norms of the keys, of the
-            queries (the last two only where normalise)
+            for the roles: gates [slots, HV, 4, 64] float32, rows: cumulative log2 decay, beta, inverse norms of
+            the keys, of the queries (the last two only where normalise)
+            for the scan: factors [slots, HV, 4, 64] float32, rows in chunk_gates.store_factors;
+            scores [slots, H, 64, 64] in the input dtype: scale Q K^T, not masked, norms in it
 Timeline    TMA of K (and Q), the gates meanwhile | norms | K K^T once (wgmma), kept in shared memory | per value head:
             16x16 diagonal blocks inverted in registers, merged by MMA, stored by TMA under the next head's work
 
@@ -41,10 +43,10 @@ from tilecrew.device.compat import (
 from tilecrew.device.descriptors import matrix_descriptor, token_descriptor
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
-from tilecrew.device.tiles import exp2, matrix_view
-from tilecrew.device.triangular import invert_diagonal_blocks, own_diagonal, own_lower_blocks
+from tilecrew.device.tiles import exp2, let_next_kernel_start, matrix_view
+from tilecrew.device.triangular import invert_diagonal_blocks, own_diagonal, own_lower_blocks, scale_columns
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
-from tilecrew.gated_delta_rule.chunk_gates import inverse_norms, prepare_gates, store_norms
+from tilecrew.gated_delta_rule.chunk_gates import inverse_norms, prepare_gates, store_factors, store_norms
 from tilecrew.gated_delta_rule.chunk_inverse import (
     allocate_parts,
     join_columns,
@@ -52,10 +54,12 @@ from tilecrew.gated_delta_rule.chunk_inverse import (
     merge_columns,
     store_parts,
 )
-from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, GATE_ROWS
+from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS, GATE_ROWS
 from tilecrew.gated_delta_rule.chunk_walk import find_chunk
 
 BLOCK = gl.constexpr(16)
+# From here on a fifth program on every SM, at 96 registers, is worth what it spills; with fewer they are all resident.
+MANY_PROGRAMS = 2000
 # Bounds of beta |k|^2 and |k|^2 for merges in fp16.
 LARGEST_WRITE, LARGEST_SQUARE = gl.constexpr(2.1), gl.constexpr(64.0)
 
@@ -65,10 +69,9 @@ class PrepareConfig:
     """What the kernel is compiled for.
 
     head_group             value heads of one program, a power of two
-    gate_inside_inverse    A_g / beta_j comes out, not A; with multiply_beta A_g, otherwise for gated inverses only
-    split                  merges in bf16 parts, for keys of any length; else in fp16
-    note_long_keys         writes for every program whether its keys are too long for fp16
-    only_long_keys         runs those programs only
+    gate_inside_inverse    A_g / beta_j comes out, not A; for the scan A_g
+    for_scan               writes what the scan kernel takes
+    split                  merges in bf16 parts, for keys of any length; else in fp16, but for chunks with long keys
     """
 
     num_heads: int
@@ -77,9 +80,7 @@ class PrepareConfig:
     normalise: bool
     gate_inside_inverse: bool
     split: bool
-    multiply_beta: bool
-    note_long_keys: bool
-    only_long_keys: bool
+    for_scan: bool
     compute_gate: bool
     has_gate_bias: bool
     sigmoid_beta: bool
@@ -89,68 +90,52 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class Prepared:
-    """inverse [slots, HV, 64, 64], gates [slots, HV, 4, 64] float32.
+    """What the kernel writes, see Buffers above. For the scan: A_g, factors and scores; else the inverse and gates.
 
-    gate_inside_inverse, multiply_beta    which inverse it is, see PrepareConfig
+    gate_inside_inverse    which inverse the roles kernel gets, see PrepareConfig
     """
 
     inverse: torch.Tensor
-    gates: torch.Tensor
-    gate_inside_inverse: bool
-    multiply_beta: bool = False
+    gates: torch.Tensor | None = None
+    gate_inside_inverse: bool = True
+    factors: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
 
 def allocate(arguments: ForwardArguments) -> Prepared:
     """Workspace for the roles kernel: un-gated needs unit keys, which only the in-kernel norm guarantees."""
-    return _allocate(arguments, gate_inside_inverse=not arguments.use_qk_l2norm, multiply_beta=False)
+    slots, num_value_heads = arguments.num_slots, arguments.v.shape[2]
+    return Prepared(
+        inverse=arguments.v.new_empty(slots, num_value_heads, 64, 64),
+        gates=arguments.v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
+        gate_inside_inverse=not arguments.use_qk_l2norm,
+    )
 
 
 def allocate_gated(arguments: ForwardArguments) -> Prepared:
-    """Workspace for the scan kernel, which takes A_g."""
-    return _allocate(arguments, gate_inside_inverse=True, multiply_beta=True)
-
-
-def _allocate(arguments: ForwardArguments, gate_inside_inverse: bool, multiply_beta: bool) -> Prepared:
+    """Workspace for the scan kernel."""
     v = arguments.v
     slots, num_value_heads = arguments.num_slots, v.shape[2]
     return Prepared(
         inverse=v.new_empty(slots, num_value_heads, 64, 64),
-        gates=v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
-        gate_inside_inverse=gate_inside_inverse,
-        multiply_beta=multiply_beta,
+        factors=v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
+        scores=v.new_empty(slots, arguments.q.shape[2], 64, 64),
     )
 
 
 def run_gated(arguments: ForwardArguments, o: torch.Tensor) -> Prepared:
-    """A_g and the gates on the current stream. o: as in `launch`.
-
-    Merges run in fp16. Keys that nobody normalises may be too long for that: the kernel then runs again for the chunks
-    that it found to have such keys, which costs a launch that does nothing where there are none.
-    """
+    """A_g, factors and scores on the current stream. o: as in `launch`."""
     prepared = allocate_gated(arguments)
-    if arguments.use_qk_l2norm:
-        launch(arguments, prepared, o).run()
-        return prepared
-    long_keys = arguments.v.new_empty(arguments.num_slots * arguments.v.shape[2], dtype=torch.int32)
-    launch(arguments, prepared, o, long_keys).run()
-    launch(arguments, prepared, o, long_keys, only_long_keys=True).run()
+    launch(arguments, prepared, o).run()
     return prepared
 
 
-def launch(
-    arguments: ForwardArguments,
-    prepared: Prepared,
-    o: torch.Tensor,
-    long_keys: torch.Tensor | None = None,
-    only_long_keys: bool = False,
-) -> Launch:
-    """The launch of this kernel. o: the output, whose rows behind the last sequence become zeros.
-
-    long_keys: [programs] int32, written by the launch in fp16, read by that with only_long_keys.
-    """
+def launch(arguments: ForwardArguments, prepared: Prepared, o: torch.Tensor) -> Launch:
+    """The launch of this kernel. o: the output, whose rows behind the last sequence become zeros."""
     q, k, g = arguments.q, arguments.k, arguments.g
     num_heads, num_value_heads = q.shape[2], arguments.v.shape[2]
     value_heads_per_head = num_value_heads // num_heads
+    for_scan = prepared.scores is not None
     head_group = next(size for size in (4, 2, 1) if value_heads_per_head % size == 0)
     config = PrepareConfig(
         num_heads=num_heads,
@@ -158,10 +143,8 @@ def launch(
         head_group=head_group,
         normalise=arguments.use_qk_l2norm,
         gate_inside_inverse=prepared.gate_inside_inverse,
-        split=only_long_keys or (prepared.gate_inside_inverse and not prepared.multiply_beta),
-        multiply_beta=prepared.multiply_beta,
-        note_long_keys=long_keys is not None and not only_long_keys,
-        only_long_keys=only_long_keys,
+        split=prepared.gate_inside_inverse and not for_scan,
+        for_scan=for_scan,
         compute_gate=arguments.A_log is not None,
         has_gate_bias=arguments.dt_bias is not None,
         sigmoid_beta=arguments.use_beta_sigmoid,
@@ -172,17 +155,20 @@ def launch(
         token_descriptor(k, 128),
         token_descriptor(q, 128),
         matrix_descriptor(prepared.inverse, 64, 64),
+        matrix_descriptor(prepared.inverse if prepared.scores is None else prepared.scores, 64, 64),
         (g, arguments.beta, arguments.A_log, arguments.dt_bias),
         (*g.stride(), *arguments.beta.stride()),
-        prepared.gates,
-        o,
-        long_keys,
+        (prepared.factors if for_scan else prepared.gates, o),
         arguments.cu_seqlens,
         arguments.num_sequences,
+        arguments.scale,
         config,
     )
     num_programs = arguments.num_slots * (num_value_heads // head_group)
-    return Launch(prepare_kernel, num_programs, args, {"num_warps": 4})
+    options = {"num_warps": 4}
+    if num_programs >= MANY_PROGRAMS:
+        options["maxnreg"] = 96
+    return Launch(prepare_kernel, num_programs, args, options)
 
 
 @gluon.jit(do_not_specialize=["num_sequences"])
@@ -190,39 +176,36 @@ def prepare_kernel(
     k_desc,
     q_desc,
     inverse_desc,
+    scores_desc,
     gate_tensors,
     gate_strides,
-    gates,
-    o,
-    long_keys,
+    outputs,
     cu_seqlens,
     num_sequences,
+    scale,
     config: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    gates, o = outputs
+    let_next_kernel_start()
     NUM_GROUPS: gl.constexpr = config.num_heads * config.value_heads_per_head // config.head_group
     program = gl.program_id(0)
     slot = program // NUM_GROUPS
     value_head = (program % NUM_GROUPS) * config.head_group
     num_tokens = k_desc.shape[1]
     batch, token, length = find_chunk(slot, num_tokens, cu_seqlens, num_sequences, config.varlen)
-    if config.only_long_keys:
-        if gl.load(long_keys + program) == 0:
-            length = length * 0
-    elif config.varlen:
+    if config.varlen:
         zero_tail(o, slot, num_tokens, gl.load(cu_seqlens + num_sequences), value_head, config)
     if length > 0:
         prepare_chunk(
-            (k_desc, q_desc, inverse_desc),
+            (k_desc, q_desc, inverse_desc, scores_desc),
             gate_tensors,
             gate_strides,
             gates,
-            long_keys,
             (batch, token, length, value_head, slot),
+            scale,
             config,
         )
-    elif config.note_long_keys:
-        gl.store(long_keys + program, 0)
 
 
 @gluon.jit
@@ -243,51 +226,101 @@ def zero_tail(o, slot, num_tokens, first, value_head, config: gl.constexpr):
 
 
 @gluon.jit
-def prepare_chunk(descs, gate_tensors, gate_strides, gates, long_keys, place, config: gl.constexpr):
-    k_desc, q_desc, inverse_desc = descs
+def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, scale, config: gl.constexpr):
+    k_desc, q_desc, inverse_desc, scores_desc = descs
     batch, token, length, value_head, slot = place
     NUM_VALUE_HEADS: gl.constexpr = config.num_heads * config.value_heads_per_head
+    LOAD_QUERY: gl.constexpr = config.normalise or config.for_scan
     head = value_head // config.value_heads_per_head
     dtype: gl.constexpr = k_desc.dtype
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(landed, count=1)
     key = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
-    mbarrier.expect(landed, k_desc.block_type.nbytes * (2 if config.normalise else 1))
+    mbarrier.expect(landed, k_desc.block_type.nbytes * (2 if LOAD_QUERY else 1))
     tma_load(k_desc, [batch, token, head, 0], landed, key)
-    norms = gl.allocate_shared_memory(gl.float32, [2, CHUNK], vector_layout())
-    if config.normalise:
+    matrix: gl.constexpr = tile_layout([CHUNK, DIM], dtype)
+    query = key
+    if LOAD_QUERY:
         query = gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout)
         tma_load(q_desc, [batch, token, head, 0], landed, query)
     # The head group's gates and betas: [group, 64]
     log2_decay = gl.allocate_shared_memory(gl.float32, [config.head_group, CHUNK], vector_layout())
     beta = gl.allocate_shared_memory(gl.float32, [config.head_group, CHUNK], vector_layout())
-    row = (slot * NUM_VALUE_HEADS + value_head).to(gl.int64) * GATE_ROWS
-    gates = gates + row * CHUNK
+    ROWS: gl.constexpr = FACTOR_ROWS if config.for_scan else GATE_ROWS
+    gates = gates + (slot * NUM_VALUE_HEADS + value_head).to(gl.int64) * (ROWS * CHUNK)
     prepare_gates(gate_tensors, gate_strides, (batch, token, length, value_head), (log2_decay, beta), gates, config)
     mbarrier.wait(landed, 0)
-    matrix: gl.constexpr = tile_layout([CHUNK, DIM], dtype)
     key = matrix_view(key, CHUNK, DIM, matrix)
-    if config.normalise:
-        inverse_norms(key, norms.index(0), length)
-        inverse_norms(matrix_view(query, CHUNK, DIM, matrix), norms.index(1), length)
-        barrier()
-        store_norms(norms, gates, config)
-    # K K^T, of unit keys where asked, zero behind the end: stage (2) without beta and gates; only what lies below the
-    # diagonal is of use
+    query = matrix_view(query, CHUNK, DIM, matrix)
+    # K K^T: stage (2) without beta and gates, where only what lies below the diagonal is of use. On the diagonals of
+    # K K^T and Q Q^T are the squares of the norms.
     square: gl.constexpr = accumulator_layout(CHUNK)
     KK = gl.zeros([CHUNK, CHUNK], gl.float32, square)
     KK = warpgroup_mma(key, key.permute((1, 0)), KK, use_acc=False, is_async=True)
-    KK = warpgroup_mma_wait(0, deps=(KK,))
+    norms = gl.allocate_shared_memory(gl.float32, [2, CHUNK], vector_layout())
+    if config.normalise:
+        QQ = gl.zeros([CHUNK, CHUNK], gl.float32, square)
+        QQ = warpgroup_mma(query, query.permute((1, 0)), QQ, use_acc=False, is_async=True)
+        KK, QQ = warpgroup_mma_wait(0, deps=(KK, QQ))
+        norms.index(0).store(inverse_norms(own_diagonal(KK), length))
+        norms.index(1).store(inverse_norms(own_diagonal(QQ), length))
+    if config.for_scan:
+        P = gl.zeros([CHUNK, CHUNK], gl.float32, square)
+        P = warpgroup_mma(query, key.permute((1, 0)), P, use_acc=False, is_async=True)
+    barrier()
+    if config.for_scan:
+        store_factors(log2_decay, norms, scale, gates, config)
+    elif config.normalise:
+        store_norms(norms, gates, config)
+    if config.for_scan:
+        P, KK = warpgroup_mma_wait(0, deps=(P, KK))
+        first_row = (slot * config.num_heads + head) * CHUNK
+        is_first = value_head % config.value_heads_per_head == 0
+        scores = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], scores_desc.layout)
+        store_scores(P, scores, norms, scale, length, scores_desc, first_row, is_first, config)
+    elif not config.normalise:
+        KK = warpgroup_mma_wait(0, deps=(KK,))
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, square))[:, None]
     if config.normalise:
         norm = norms.index(0)
-        KK *= norm.load(gl.SliceLayout(1, square))[:, None] * norm.load(gl.SliceLayout(0, square))[None, :]
-    KK = gl.where(rows < length, KK, 0.0)
-    if config.note_long_keys:
+        KK *= norm.load(gl.SliceLayout(1, square))[:, None]
+        KK *= norm.load(gl.SliceLayout(0, square))[None, :]
+    if length < CHUNK:
+        KK = gl.where(rows < length, KK, 0.0)  # what follows may be NaN
+    first_row = slot * NUM_VALUE_HEADS + value_head
+    if config.for_scan and not config.normalise:
         norms.index(0).store(own_diagonal(KK))
         barrier()
-        gl.store(long_keys + gl.program_id(0), has_long_keys(norms.index(0), beta, config))
-    invert_heads(KK, log2_decay, beta, inverse_desc, slot * NUM_VALUE_HEADS + value_head, config)
+        if has_long_keys(norms.index(0), beta, config):
+            invert_heads(KK, log2_decay, beta, inverse_desc, first_row, True, config)
+        else:
+            invert_heads(KK, log2_decay, beta, inverse_desc, first_row, False, config)
+    else:
+        invert_heads(KK, log2_decay, beta, inverse_desc, first_row, config.split, config)
+    if config.for_scan:
+        # The compiler does not know that TMA reads the tile meanwhile, and would give its memory to others.
+        scores._keep_alive()
+
+
+@gluon.jit
+def store_scores(P, scores, norms, scale, length, scores_desc, first_row, is_first, config: gl.constexpr):
+    """scale Q K^T, rounded before the gates are put on: once for all value heads, by the key head's first program.
+
+    scores: tile in shared memory, which TMA reads until the next `tma_store_wait(0)`.
+    """
+    square: gl.constexpr = accumulator_layout(CHUNK)
+    if config.normalise:
+        P *= norms.index(1).load(gl.SliceLayout(1, square))[:, None] * scale
+        P *= norms.index(0).load(gl.SliceLayout(0, square))[None, :]
+    else:
+        P *= scale
+    if length < CHUNK:
+        P = gl.where(gl.arange(0, CHUNK, gl.SliceLayout(1, square))[:, None] < length, P, 0.0)
+    scores.store(P.to(scores.dtype))
+    fence_async_shared()
+    barrier()
+    if is_first:
+        tma_store(scores_desc, [first_row, 0], scores)
 
 
 @gluon.jit
@@ -299,13 +332,12 @@ def has_long_keys(squares, beta, config: gl.constexpr):
     GROUP: gl.constexpr = config.head_group
     for group_idx in gl.static_range(GROUP):
         largest = gl.maximum(largest, gl.max(square * beta.index(group_idx).load(layout), 0) / LARGEST_WRITE)
-    return (largest > 1.0).to(gl.int32)
+    return largest > 1.0
 
 
 @gluon.jit
-def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, config: gl.constexpr):
+def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.constexpr, config: gl.constexpr):
     """The inverse of every value head of the group, each stored by TMA while the next one is computed."""
-    SPLIT: gl.constexpr = config.split
     square: gl.constexpr = accumulator_layout(CHUNK)
     layout: gl.constexpr = warp_accumulator_layout()
     L_parts = allocate_parts(CHUNK, SPLIT)
@@ -319,30 +351,36 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, config: gl.const
     KK_blocks = own_lower_blocks(KK)
     for group_idx in range(config.head_group):
         head_beta = beta.index(group_idx)
+        beta_rows = head_beta.load(gl.SliceLayout(1, layout))[:, None]
         if config.gate_inside_inverse:
             g = log2_decay.index(group_idx)
-            # -L. Above the diagonal e^{g_i - g_j} may be infinite: no block there is read, own_lower_blocks selects.
-            G = exp2(g.load(gl.SliceLayout(1, square))[:, None] - g.load(gl.SliceLayout(0, square))[None, :])
-            minus_L = KK * (G * -head_beta.load(gl.SliceLayout(1, square))[:, None])
+            # Above the diagonal e^{g_i - g_j} may be infinite: no block there is read, own_lower_blocks selects.
+            minus_L = -KK * exp2(
+                g.load(gl.SliceLayout(1, square))[:, None] - g.load(gl.SliceLayout(0, square))[None, :]
+            )
+            if SPLIT:
+                minus_L *= head_beta.load(gl.SliceLayout(1, square))[:, None]
             barrier()  # the head before has read its L
             store_parts(minus_L, L_parts, SPLIT)
-            D = invert_diagonal_blocks(own_lower_blocks(minus_L))
+            minus_L = own_lower_blocks(minus_L)
+            if SPLIT:
+                D = invert_diagonal_blocks(minus_L)
+            else:
+                # A_g beta_j comes out where the D beta_j go in, and L without beta.
+                D = scale_columns(invert_diagonal_blocks(minus_L * beta_rows), beta_rows)
         else:
-            D = invert_diagonal_blocks(KK_blocks * -head_beta.load(gl.SliceLayout(1, layout))[:, None])
+            D = invert_diagonal_blocks(KK_blocks * -beta_rows)
         tma_store_wait(0)
         barrier()  # the head before has read D and its A has left shared memory
         store_parts(D, D_parts, SPLIT)
         barrier()
         if config.gate_inside_inverse and not SPLIT:
             X_0, X_1, X_2, X_3 = merge_columns(D, L_parts[0], D_parts[0])
-            A = join_columns(X_0, X_1, X_2, X_3, square)
-            if config.multiply_beta:
-                A *= head_beta.load(gl.SliceLayout(0, square))[None, :]
-            inverse.store(A.to(inverse.dtype))
+            inverse.store(join_columns(X_0, X_1, X_2, X_3, square).to(inverse.dtype))
         elif config.gate_inside_inverse:
-            merge_blocks(D, L_parts, D_parts, ones, head_beta, inverse, -1.0, config.multiply_beta, SPLIT)
+            merge_blocks(D, L_parts, D_parts, ones, head_beta, inverse, -1.0, config.for_scan, SPLIT)
         else:
-            merge_blocks(D, L_parts, D_parts, head_beta, head_beta, inverse, 1.0, config.multiply_beta, SPLIT)
+            merge_blocks(D, L_parts, D_parts, head_beta, head_beta, inverse, 1.0, config.for_scan, SPLIT)
         fence_async_shared()
         barrier()
         tma_store(inverse_desc, [(first_row + group_idx) * CHUNK, 0], inverse)

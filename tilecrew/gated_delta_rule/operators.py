@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tilecrew._hardware import hardware_of
+from tilecrew._plans import PlainCall, PlanCache
 from tilecrew.gated_delta_rule import checks
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.schedule import Problem, Schedule, pick
@@ -22,6 +23,7 @@ from tilecrew.gated_delta_rule.schedule import Problem, Schedule, pick
 LIBRARY = torch.library.Library("tilecrew", "FRAGMENT")
 FIELDS = tuple(field.name for field in dataclasses.fields(ForwardArguments))
 TMA_ALIGNMENT = 16
+PLANS = PlanCache()
 KERNELS = {"scan": "kernel_forward_scan", "roles": "kernel_forward_roles", "portable": "kernel_portable"}
 
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -50,6 +52,16 @@ def chunk_forward(arguments: ForwardArguments, requires_gradient: bool, implemen
     )
 
 
+def chunk_forward_directly(arguments: ForwardArguments, implementation: str | None, call: PlainCall) -> ForwardResult:
+    """What the forward operator does, for a call that has been checked and that only this package can see."""
+
+    def run() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        result = _checked_forward(arguments, False, implementation)
+        return result.o, result.final_state, result.h
+
+    return ForwardResult(*PLANS.run(call, run))
+
+
 def schedule_of(arguments: ForwardArguments, requires_gradient: bool, implementation: str | None) -> Schedule:
     """What the forward operator will run. Raises ValueError where the forced implementation cannot."""
     return pick(problem_of(arguments, requires_gradient), hardware_of(arguments.q.device), implementation)
@@ -57,17 +69,22 @@ def schedule_of(arguments: ForwardArguments, requires_gradient: bool, implementa
 
 def problem_of(arguments: ForwardArguments, requires_gradient: bool) -> Problem:
     """The part of the arguments that schedules depend on."""
-    return dataclasses.replace(
-        sizes_of(arguments.q, arguments.v, arguments.num_sequences),
+    return sizes_of(
+        arguments.q,
+        arguments.v,
+        arguments.num_sequences,
         chunk_size=arguments.chunk_size,
         is_aligned=all(_is_aligned(tensor) for tensor in (arguments.q, arguments.k, arguments.v)),
         requires_gradient=requires_gradient,
         normalises=arguments.use_qk_l2norm,
+        output_h=arguments.output_h,
+        has_initial_state=arguments.initial_state is not None,
+        batch_invariant=arguments.batch_invariant,
     )
 
 
-def sizes_of(q: torch.Tensor, v: torch.Tensor, num_sequences: int) -> Problem:
-    """The sizes of a Problem, with its defaults for the rest."""
+def sizes_of(q: torch.Tensor, v: torch.Tensor, num_sequences: int, **rest: Any) -> Problem:
+    """A Problem with the sizes of these tensors; the rest is as given, or as Problem has it by default."""
     return Problem(
         batch=q.shape[0],
         num_tokens=q.shape[1],
@@ -77,6 +94,7 @@ def sizes_of(q: torch.Tensor, v: torch.Tensor, num_sequences: int) -> Problem:
         key_dim=q.shape[3],
         value_dim=v.shape[3],
         dtype=str(q.dtype).removeprefix("torch."),
+        **rest,
     )
 
 
@@ -108,11 +126,14 @@ def _normalised(arguments: ForwardArguments) -> ForwardArguments:
 
 def _run(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
     if schedule.implementation == "chunked":
-        from tilecrew.gated_delta_rule import chunked
+        from tilecrew.gated_delta_rule import chunked, chunked_alone
 
-        return chunked.forward(arguments)
+        return (chunked_alone if arguments.batch_invariant else chunked).forward(arguments)
     # Kernel modules import Triton, which the package must do without until a kernel is needed.
     kernel = importlib.import_module(f"tilecrew.gated_delta_rule.{KERNELS[schedule.implementation]}")
+    if arguments.cu_seqlens_cpu is not None:
+        # What a kernel launches must not follow from values of offsets: a plan holds for all of them.
+        arguments = dataclasses.replace(arguments, cu_seqlens_cpu=None)
     return kernel.forward(arguments, schedule)
 
 
@@ -161,14 +182,17 @@ def _is_empty(arguments: ForwardArguments) -> bool:
     return arguments.q.shape[1] == 0 or arguments.num_sequences == 0
 
 
-def _forward(*values: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *fields, requires_gradient, implementation = values
-    arguments = ForwardArguments(*fields)
+def _checked_forward(arguments: ForwardArguments, requires_gradient: bool, implementation: str | None) -> ForwardResult:
     checks.check_offsets(arguments.cu_seqlens, arguments.cu_seqlens_cpu, arguments.q.shape[1])
     arguments = _normalised(arguments)
     schedule = schedule_of(arguments, requires_gradient, implementation)
-    result = _without_tokens(arguments) if _is_empty(arguments) else _run(arguments, schedule)
-    return _present(result, arguments.q)
+    return _without_tokens(arguments) if _is_empty(arguments) else _run(arguments, schedule)
+
+
+def _forward(*values: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *fields, requires_gradient, implementation = values
+    arguments = ForwardArguments(*fields)
+    return _present(_checked_forward(arguments, requires_gradient, implementation), arguments.q)
 
 
 def _forward_fake(*values: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

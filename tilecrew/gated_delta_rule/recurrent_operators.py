@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from tilecrew._hardware import hardware_of
+from tilecrew._plans import PlainCall, PlanCache
 from tilecrew.gated_delta_rule import checks
 from tilecrew.gated_delta_rule.operators import LIBRARY, schema_of, sizes_of, state_dtype
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.gated_delta_rule.schedule import Problem, pick_recurrent
 
+PLANS = PlanCache()
 FIELDS = tuple(field.name for field in dataclasses.fields(RecurrentArguments))
 
 
@@ -30,6 +32,18 @@ def recurrent_forward(
     return o, final_state if arguments.output_final_state else None
 
 
+def recurrent_forward_directly(
+    arguments: RecurrentArguments, implementation: str | None, call: PlainCall
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the operators do, for a call that has been checked and that only this package can see."""
+
+    def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, final_state = _checked_forward(arguments, implementation)
+        return o, arguments.initial_state if arguments.inplace_state else final_state
+
+    return PLANS.run(call, run)
+
+
 def recurrent_differentiable(arguments: RecurrentArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same through torch's own gradients: no operator."""
     from tilecrew.gated_delta_rule import recurrent
@@ -41,8 +55,7 @@ def recurrent_differentiable(arguments: RecurrentArguments) -> tuple[torch.Tenso
 
 def recurrent_problem_of(arguments: RecurrentArguments, requires_gradient: bool = False) -> Problem:
     """The part of the arguments that schedules depend on."""
-    sizes = sizes_of(arguments.q, arguments.v, arguments.num_sequences)
-    return dataclasses.replace(sizes, requires_gradient=requires_gradient)
+    return sizes_of(arguments.q, arguments.v, arguments.num_sequences, requires_gradient=requires_gradient)
 
 
 def final_state_dtype(arguments: RecurrentArguments) -> torch.dtype:
@@ -90,7 +103,12 @@ def _without_tokens(arguments: RecurrentArguments) -> tuple[torch.Tensor, torch.
 
 def _run(values: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
     *fields, implementation = values
-    arguments = RecurrentArguments(*fields)
+    return _checked_forward(RecurrentArguments(*fields), implementation)
+
+
+def _checked_forward(
+    arguments: RecurrentArguments, implementation: str | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     checks.check_offsets(arguments.cu_seqlens, None, arguments.q.shape[1])
     schedule = pick_recurrent(recurrent_problem_of(arguments), hardware_of(arguments.q.device), implementation)
     arguments = normalised(arguments)

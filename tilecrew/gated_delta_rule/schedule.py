@@ -1,5 +1,5 @@
 """Problem and hardware -> Schedule: which implementation a call uses, its tile sizes, and why. Pure Python on ints and
-strings.
+strings; how long the Hopper kernels take is estimated in hopper_times.
 
 Implementations of the chunked forward:
     scan       kernel for Hopper (compute capability 9.0) that keeps the state in registers, for bfloat16
@@ -11,15 +11,19 @@ Implementations of decode:
     torch      the same recurrence in torch, every device and dtype, and the one with gradients
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 from tilecrew._hardware import Hardware
+from tilecrew.gated_delta_rule import hopper_times
+from tilecrew.gated_delta_rule.hopper_times import Sizes, Variant
 
 IMPLEMENTATIONS = ("scan", "roles", "portable", "chunked")
 HOPPER = ("scan", "roles")
 RECURRENT_IMPLEMENTATIONS = ("recurrent", "torch")
 DIFFERENTIABLE = ("chunked", "torch")
 NO_BACKWARD = "the kernel has no backward, and an input requires a gradient"
+UNALIGNED = "base addresses and strides of q, k, v must be multiples of 16 bytes"
 CHUNK_SIZES = (16, 32, 64)
 MAX_KERNEL_DIM = 256
 HALF_DTYPES = ("bfloat16", "float16")
@@ -30,13 +34,8 @@ PORTABLE_WIDE_KEYS_BYTES = 106 * 1024  # of shared memory: 64 values a block at 
 HOPPER_DIM = 128
 HOPPER_CHUNK_SIZE = 64
 HOPPER_MAX_GATES = 2**31
-SCAN_BLOCK_V = 64
-# Fitted to bench/results/forward_kernels.json (H200). Microseconds of one chunk in one CTA, by block of V (narrower
-# blocks of the roles repeat the work on keys) and of a CTA's start and end; nanoseconds of the prepare kernel for one
-# chunk and value head, by whether it normalises.
-CHUNK_MICROSECONDS = {"scan": {SCAN_BLOCK_V: 1.24}, "roles": {128: 2.45, 64: 1.63, 32: 1.28}}
-START_MICROSECONDS = {"scan": 6.0, "roles": 9.0}
-PREPARE_NANOSECONDS = {"scan": {False: 6.6, True: 6.5}, "roles": {False: 8.5, True: 5.5}}
+# Values of a CTA where batch_invariant fixes them: 64, which the scan has with h too.
+INVARIANT_BLOCK_V = 64
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,9 @@ class Problem:
     is_aligned           base addresses and strides of q, k, v are multiples of 16 bytes, as TMA descriptors need them
     requires_gradient    an input of the call needs a gradient
     normalises           the call normalises q and k
+    output_h             the call returns the states before chunks
+    has_initial_state    the call gives states to start from
+    batch_invariant      nothing may depend on the other sequences of the batch
     """
 
     batch: int
@@ -62,20 +64,26 @@ class Problem:
     is_aligned: bool = True
     requires_gradient: bool = False
     normalises: bool = False
+    output_h: bool = False
+    has_initial_state: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The choice: implementation, values per block (one of V's blocks is one CTA), tokens per chunk, and the reason in
-    words."""
+    """The choice: implementation, values per block (one of V's blocks is one CTA), tokens per chunk, the reason in
+    words, and chunks per piece where sequences are cut into pieces that run at the same time (context parallelism; 0
+    where they are not)."""
 
     implementation: str
     block_v: int
     chunk_size: int
     reason: str
+    chunks_per_piece: int = 0
 
     def __str__(self) -> str:
-        return f"{self.implementation}, V block {self.block_v}, chunk {self.chunk_size}: {self.reason}"
+        pieces = f", pieces of {self.chunks_per_piece} chunks" if self.chunks_per_piece else ""
+        return f"{self.implementation}, V block {self.block_v}, chunk {self.chunk_size}{pieces}: {self.reason}"
 
 
 def supports(implementation: str, problem: Problem, hardware: Hardware) -> str | None:
@@ -103,13 +111,17 @@ def require_differentiable(implementation: str | None) -> None:
         raise ValueError(f"implementation={implementation!r} cannot run: {NO_BACKWARD}")
 
 
+@functools.lru_cache(maxsize=1024)
 def pick(problem: Problem, hardware: Hardware, implementation: str | None = None) -> Schedule:
     """The Schedule of a chunked forward; `implementation` forces one.
 
-    Raises ValueError with the limit where the forced implementation cannot run the problem.
+    Raises ValueError with the limit where the forced implementation cannot run the problem, and where the bits of a
+    sequence cannot be kept the same in every batch although batch_invariant asks for it.
     """
+    require_known(implementation, IMPLEMENTATIONS)
+    if problem.batch_invariant:
+        return _pick_invariant(problem, hardware, implementation)
     if implementation is not None:
-        require_known(implementation, IMPLEMENTATIONS)
         return _schedule(implementation, problem, hardware, _forced(implementation, problem, hardware))
     if problem.requires_gradient:
         reason = "an input requires a gradient, and the differentiable chunked torch path is the one with a backward"
@@ -137,30 +149,58 @@ def pick_recurrent(problem: Problem, hardware: Hardware, implementation: str | N
 
 
 def hopper_microseconds(implementation: str, problem: Problem, num_sms: int) -> float:
-    """Estimated time of a Hopper kernel and its prepare kernel, one CTA per SM: prepare + waves (start + chunks).
-
-    Sequences of a packed batch count as equally long, because their lengths are on the device.
-    """
-    return min(
-        _microseconds(implementation, block_v, problem, num_sms) for block_v in CHUNK_MICROSECONDS[implementation]
-    )
+    """Estimated time of a forward by a Hopper kernel, as its schedule would run it."""
+    variant = hopper_variant(implementation, problem, num_sms)
+    return hopper_times.microseconds(variant, hopper_sizes(problem, num_sms))
 
 
-def roles_block_v(problem: Problem, num_sms: int) -> int:
-    """The block of V with the least estimated time; the widest of equals, which reads the least."""
-    return min(CHUNK_MICROSECONDS["roles"], key=lambda block_v: _microseconds("roles", block_v, problem, num_sms))
+@functools.lru_cache(maxsize=1024)  # up to twenty variants are compared
+def hopper_variant(implementation: str, problem: Problem, num_sms: int) -> Variant:
+    """How a Hopper kernel runs a problem: the fastest of its blocks of V, and of pieces where it takes them."""
+    if problem.batch_invariant:
+        return Variant(implementation, INVARIANT_BLOCK_V)
+    return hopper_times.fastest(implementation, hopper_sizes(problem, num_sms))
 
 
-def _microseconds(implementation: str, block_v: int, problem: Problem, num_sms: int) -> float:
+def hopper_sizes(problem: Problem, num_sms: int) -> Sizes:
+    """What the times of Hopper kernels follow from."""
     num_sequences = problem.num_sequences
-    num_chunks = -(-problem.batch * problem.num_tokens // (HOPPER_CHUNK_SIZE * max(num_sequences, 1)))
-    num_ctas = num_sequences * problem.num_value_heads * (HOPPER_DIM // block_v)
-    num_waves = -(-num_ctas // num_sms)
-    prepare = PREPARE_NANOSECONDS[implementation][problem.normalises] * 1e-3
-    chunk = CHUNK_MICROSECONDS[implementation][block_v]
-    return prepare * num_sequences * num_chunks * problem.num_value_heads + num_waves * (
-        START_MICROSECONDS[implementation] + num_chunks * chunk
+    return Sizes(
+        num_sequences=num_sequences,
+        num_tokens=-(-problem.batch * problem.num_tokens // max(num_sequences, 1)),
+        num_heads=problem.num_heads,
+        num_value_heads=problem.num_value_heads,
+        num_sms=num_sms,
+        normalises=problem.normalises,
+        needs_h=problem.output_h,
+        has_initial_state=problem.has_initial_state,
     )
+
+
+def _pick_invariant(problem: Problem, hardware: Hardware, implementation: str | None) -> Schedule:
+    """The Schedule of a problem whose sequences have the same bits in every batch.
+
+    The implementation follows from what a sequence has in common with every batch that it may be part of: heads,
+    dtype, options, device. Where that one cannot run this batch, no other may take its place.
+    """
+    if problem.requires_gradient:
+        raise ValueError(
+            "batch_invariant=True cannot be kept where an input requires a gradient: gates and norms are then made by "
+            "torch for all tokens at once, and their rounding may depend on where a token is"
+        )
+    fixed, reason = implementation, f"batch_invariant fixes it for such heads, dtype and options on {hardware.name}"
+    if fixed is None:
+        alone = replace(problem, batch=1, num_tokens=1, num_sequences=1, is_aligned=True)
+        fixed = next(name for name in IMPLEMENTATIONS if supports(name, alone, hardware) is None)
+    else:
+        reason = _forced(fixed, problem, hardware)
+    limit = supports(fixed, problem, hardware)
+    if fixed == "portable" and not problem.is_aligned:
+        # Triton compiles for what addresses are multiples of, and lays out sums along K by it.
+        limit = UNALIGNED
+    if limit is not None:
+        raise ValueError(f"batch_invariant=True cannot be kept: {fixed} serves calls like this one, but here {limit}")
+    return _schedule(fixed, problem, hardware, reason)
 
 
 def _forced(implementation: str, problem: Problem, hardware: Hardware) -> str:
@@ -172,10 +212,15 @@ def _forced(implementation: str, problem: Problem, hardware: Hardware) -> str:
 
 def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason: str) -> Schedule:
     if implementation in HOPPER:
-        block_v = SCAN_BLOCK_V if implementation == "scan" else roles_block_v(problem, hardware.num_sms)
-        num_ctas = problem.num_sequences * problem.num_value_heads * (HOPPER_DIM // block_v)
+        _, block_v, chunks_per_piece = hopper_variant(implementation, problem, hardware.num_sms)
+        num_rows = problem.num_sequences
+        if chunks_per_piece:
+            num_tokens = hopper_sizes(problem, hardware.num_sms).num_tokens
+            num_rows *= -(-num_tokens // (HOPPER_CHUNK_SIZE * chunks_per_piece))
+            reason = f"{reason}; context parallelism"
+        num_ctas = num_rows * problem.num_value_heads * (HOPPER_DIM // block_v)
         reason = f"{reason}; {num_ctas} CTAs of {block_v} values on {hardware.num_sms} SMs"
-        return Schedule(implementation, block_v, HOPPER_CHUNK_SIZE, reason)
+        return Schedule(implementation, block_v, HOPPER_CHUNK_SIZE, reason, chunks_per_piece)
     if implementation == "portable":
         return Schedule(implementation, _portable_block_v(problem, hardware), problem.chunk_size, reason)
     return Schedule(implementation, problem.value_dim, problem.chunk_size, reason)
@@ -209,7 +254,7 @@ def _hopper_limit(problem: Problem, hardware: Hardware) -> str | None:
     if problem.chunk_size != HOPPER_CHUNK_SIZE:
         return f"it needs chunk_size {HOPPER_CHUNK_SIZE}, got {problem.chunk_size}"
     if not problem.is_aligned:
-        return "base addresses and strides of q, k, v must be multiples of 16 bytes"
+        return UNALIGNED
     num_gates = problem.batch * problem.num_tokens * problem.num_value_heads
     if num_gates >= HOPPER_MAX_GATES:
         return f"B * T * HV must be below 2**31, got {num_gates}"

@@ -37,6 +37,11 @@ def _allocate(block: "Block", role: Role, op: Operation, values: dict[str, Any])
     return (tile,)
 
 
+def _keep(block: "Block", role: Role, op: Operation, values: dict[str, Any]) -> tuple[Any, ...]:
+    """The end of a tile's life: what has its memory afterwards is the compiler's business, and not simulated."""
+    return ()
+
+
 def _view(block: "Block", role: Role, op: Operation, values: dict[str, Any]) -> tuple[Any, ...]:
     tile = block.get(op, values, op.operands[0])
     elements, type = tile.elements, _tile_type(op)
@@ -325,6 +330,7 @@ def _rank(layout: layouts.Layout) -> int:
 # Operations after which nobody else can tell a difference: no turn for the others before them.
 QUIET = (
     "ttg.local_alloc",
+    "ttg.local_dealloc",
     "ttg.memdesc_index",
     "ttg.memdesc_subslice",
     "ttg.memdesc_trans",
@@ -336,6 +342,7 @@ QUIET = (
 )
 MEMORY = {
     "ttg.local_alloc": _allocate,
+    "ttg.local_dealloc": _keep,
     "ttg.memdesc_index": _view,
     "ttg.memdesc_subslice": _view,
     "ttg.memdesc_trans": _view,

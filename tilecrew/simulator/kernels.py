@@ -1,5 +1,7 @@
 """Small problems by name, for the command line: a launch on tensors of the CPU, and what its result should be."""
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +34,7 @@ def prepare() -> Case:
 
 
 def prepare_gated() -> Case:
-    """The prepare kernel as the scan takes it: A_g, with the gates and beta inside."""
+    """The prepare kernel as the scan takes it: A_g, with the gates and beta inside, factors and scores."""
     return _prepare(kernel_prepare.allocate_gated)
 
 
@@ -44,11 +46,11 @@ def forward_roles() -> Case:
     return Case(launch, lambda: forward_error(arguments, result))
 
 
-def forward_scan() -> Case:
+def forward_scan(block_v: int = 64) -> Case:
     """The scan kernel; the prepare kernel is simulated first."""
     arguments = _problem(num_value_heads=1)
     prepared, result = _prepared(arguments, kernel_prepare.allocate_gated), _result(arguments)
-    launch = kernel_forward_scan.launch(arguments, prepared, result)
+    launch = kernel_forward_scan.launch(arguments, prepared, result, block_v)
     return Case(launch, lambda: forward_error(arguments, result))
 
 
@@ -57,6 +59,7 @@ KERNELS: dict[str, Callable[[], Case]] = {
     "prepare-gated": prepare_gated,
     "forward-roles": forward_roles,
     "forward-scan": forward_scan,
+    "forward-scan-128": functools.partial(forward_scan, 128),
 }
 
 
@@ -73,22 +76,60 @@ def forward_error(arguments: ForwardArguments, result: ForwardResult) -> float:
     return float(errors.max())
 
 
-def inverse_error(arguments: ForwardArguments, prepared: Prepared) -> float:
-    """The relative error of A, or of A_g where that was asked for, of one batch row whose keys have norms inside."""
+def prepare_error(arguments: ForwardArguments, prepared: Prepared) -> float:
+    """The largest of the relative errors of what the prepare kernel wrote; NaN where any has one."""
+    errors = []
+    for name, expected in expected_of_prepare(arguments, prepared).items():
+        actual = getattr(prepared, name)
+        if name == "factors":  # every row is held to its own size
+            actual, expected = actual.flatten(1, 2), expected.flatten(1, 2)
+        errors.append(relative_error(actual, expected, head_dim=1))
+    return float(torch.tensor(errors).max())
+
+
+def expected_of_prepare(arguments: ForwardArguments, prepared: Prepared) -> dict[str, torch.Tensor]:
+    """What the prepare kernel should write for one batch row: inverse, for the scan also factors and scores.
+
+    In float64, by the names of Prepared, for a problem with norms inside. The inverse is A, and behind the end the
+    identity; for the scan it is A_g, and zeros there, because beta is a factor of its columns.
+    """
     wide = apply_gates(as_float64(arguments))
-    num_value_heads = arguments.v.shape[2]
-    expected = torch.zeros(prepared.inverse.shape, dtype=torch.float64)
+    num_heads, num_value_heads = arguments.q.shape[2], arguments.v.shape[2]
+    for_scan = prepared.scores is not None
+    inverse = torch.zeros(prepared.inverse.shape, dtype=torch.float64)
+    factors = torch.zeros(*inverse.shape[:2], 4, CHUNK, dtype=torch.float64)
+    scores = torch.zeros(inverse.shape[0], num_heads, CHUNK, CHUNK, dtype=torch.float64)
     for slot, first in enumerate(range(0, wide.q.shape[1], CHUNK)):
-        k, g, beta = (x[0, first : first + CHUNK].transpose(0, 1) for x in (wide.k, wide.g, wide.beta))
-        k = k.repeat_interleave(num_value_heads // k.shape[0], 0)
+        q, k, g, beta = (x[0, first : first + CHUNK].transpose(0, 1) for x in (wide.q, wide.k, wide.g, wide.beta))
         length = k.shape[1]
-        if prepared.multiply_beta:  # beta is 0 behind the end
-            A = reference.gated_inverse(k, beta, reference.cumulative_log_decay(g)) * beta[:, None]
+        g = reference.cumulative_log_decay(g)
+        scores[slot, :, :length, :length] = arguments.scale * q @ k.mT
+        keys = k.repeat_interleave(num_value_heads // num_heads, 0)
+        if for_scan:
+            A = reference.gated_inverse(keys, beta, g) * beta[:, None]
         else:
-            expected[slot] = torch.eye(CHUNK)
-            A = reference.ungated_inverse(k, beta)
-        expected[slot, :, :length, :length] = A
-    return relative_error(prepared.inverse, expected, head_dim=1)
+            inverse[slot] = torch.eye(CHUNK)
+            A = reference.ungated_inverse(keys, beta)
+        inverse[slot, :, :length, :length] = A
+        factors[slot] = _factors(arguments, g, first)
+    return {"inverse": inverse, "factors": factors, "scores": scores} if for_scan else {"inverse": inverse}
+
+
+def _factors(arguments: ForwardArguments, g: torch.Tensor, first: int) -> torch.Tensor:
+    """[HV, 4, 64] of the chunk that begins with token `first`. g: [HV, length], the chunk's cumulative log decay."""
+    length = g.shape[1]
+    norms = [
+        (x[0, first : first + length].double().square().sum(-1) + 1e-6)
+        .rsqrt()
+        .T.repeat_interleave(g.shape[0] // x.shape[2], 0)
+        for x in (arguments.k, arguments.q)
+    ]
+    to_end = (g[:, -1:] - g).exp()
+    factors = torch.zeros(g.shape[0], 4, CHUNK, dtype=torch.float64)
+    factors[:, 0] = g[:, -1:] / math.log(2)  # behind the end, the decay stays and the norms are zeros
+    rows = (g / math.log(2), g.exp() * norms[0], arguments.scale * g.exp() * norms[1], to_end * norms[0])
+    factors[:, :, :length] = torch.stack(rows, 1)
+    return factors
 
 
 def _problem(num_value_heads: int) -> ForwardArguments:
@@ -108,19 +149,20 @@ def _prepare(allocate: Callable[[ForwardArguments], Prepared]) -> Case:
     arguments = _problem(num_value_heads=2)
     prepared = _with_nan(allocate(arguments))
     launch = kernel_prepare.launch(arguments, prepared, torch.full_like(arguments.v, float("nan")))
-    return Case(launch, lambda: inverse_error(arguments, prepared))
+    return Case(launch, lambda: prepare_error(arguments, prepared))
 
 
 def _prepared(arguments: ForwardArguments, allocate: Callable[[ForwardArguments], Prepared]) -> Prepared:
-    """The inverse and the gates, from the simulated prepare kernel."""
+    """What the other kernel reads, from the simulated prepare kernel."""
     prepared = _with_nan(allocate(arguments))
     simulate(kernel_prepare.launch(arguments, prepared, torch.full_like(arguments.v, float("nan"))))
     return prepared
 
 
 def _with_nan(prepared: Prepared) -> Prepared:
-    for x in (prepared.inverse, prepared.gates):
-        x.fill_(float("nan"))
+    for x in vars(prepared).values():
+        if torch.is_tensor(x):
+            x.fill_(float("nan"))
     return prepared
 
 

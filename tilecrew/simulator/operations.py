@@ -7,7 +7,7 @@ import numpy as np
 
 from tilecrew.simulator import ptx
 from tilecrew.simulator.reader import Operation, Region, ScalarType, TensorType
-from tilecrew.simulator.values import Pointer, round_to, wrap
+from tilecrew.simulator.values import INTEGER_BITS, Pointer, round_to, wrap
 
 INTEGER_COMPARISONS: dict[str, Callable] = {
     "eq": lambda a, b: a == b,
@@ -146,10 +146,17 @@ def _unsigned(op: Operation, values: list[Any]) -> Any:
     return value * 1
 
 
+def _unsigned_shift_right(op: Operation, values: list[Any]) -> Any:
+    value, shift = values
+    element = element_of(op.result_types[0])
+    return wrap((value & ((1 << INTEGER_BITS[element]) - 1)) >> shift, element)
+
+
 SHAPE: dict[str, Callable[[Operation, list[Any]], Any]] = {
     "arith.constant": _constant,
     "arith.select": _select,
     "arith.extui": _unsigned,
+    "arith.shrui": _unsigned_shift_right,
     "arith.index_cast": lambda op, v: v[0],
     "arith.sitofp": lambda op, v: np.float32(v[0]),
     "arith.cmpi": lambda op, v: INTEGER_COMPARISONS[op.attributes["predicate"]](*v),

@@ -72,6 +72,10 @@ def _shuffle(value: np.ndarray, lane: np.ndarray, clamp: np.ndarray, mask: np.nd
     return np.take_along_axis(value.reshape(warps), lane.reshape(warps).astype(np.int64), -1).reshape(value.shape)
 
 
+# Launches run one after the other here, so that there is nothing to wait for.
+_BETWEEN_LAUNCHES = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+
+
 @dataclass(frozen=True)
 class _Operation:
     result: str
@@ -212,7 +216,7 @@ def _parse(asm: str, constraints: str) -> _Program:
                     if not re.fullmatch(r"[A-Za-z_%][A-Za-z0-9_$]*", name.strip()):
                         raise ValueError(f"{name.strip()!r} is no name of a register")
                     registers[name.strip()] = kind[1:]
-            elif text:
+            elif text and text not in _BETWEEN_LAUNCHES:
                 statements.append(_parse_statement(text, registers))
         except ValueError as error:
             raise ValueError(f"statement {text!r}: {error}") from error
@@ -262,7 +266,7 @@ def run(
     Args:
         asm: PTX with $0, $1, ... for the outputs and then the inputs. Known are the declarations .reg, and mov, add,
             sub, mul, shl, shr, and, or, xor, setp, selp, fma, neg, ex2 and shfl.sync.idx in the variants that the
-            project uses; braces are ignored.
+            project uses; braces are ignored, and so is griddepcontrol.
         constraints: one of =f, =r, =l, =&f, =&r, =&l for each output, then one of f, r, l for each input.
         inputs: one array [..., num_threads] for each input register, float32 for f, int32 for r, int64 for l. Leading
             dimensions are independent runs of the same threads.

@@ -1,0 +1,213 @@
+"""Host time of an eager call, in microseconds, whole and by part.
+
+    PYTHONPATH=. python bench/host_overhead.py --json bench/results/host_overhead.json
+
+Small problems, whose kernels take less time than the host needs to launch them: a prompt of 64 tokens with 16 / 32
+heads, with norms inside and with unit keys from the caller, and one decode step of 8 sequences. Each number is the
+median over repeats of the mean of 50 calls that begin with an idle GPU, which never fill its queue.
+
+    call                a call of a known signature, by its plan
+    call: new           a call of a signature that was never seen
+    call: operator      a call that torch's dispatcher sees, as under a mode
+    signature, find     of a call of a known signature: what tells it apart, and the look-up of its plan
+    plan                the rest of it; of that:
+    plan: allocations
+    plan: launches
+    checks              of a new signature, or through the operator: the checks of the arguments,
+    schedule            the choice of the implementation,
+    arguments           allocations and the arguments of the launches,
+    launches            the launches through Triton
+
+Without a GPU, CPU tensors stand for those of an H200 and nothing is launched: the parts of launches are missing, and
+calls do not contain them.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+
+from tilecrew import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from tilecrew._hardware import Hardware
+from tilecrew._plans import active_recording
+from tilecrew.device.launch import Launch
+from tilecrew.gated_delta_rule import checks, eager, operators, recurrent_operators
+from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
+from tilecrew.testing import random_arguments
+
+CALLS = 50
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H200 = Hardware("cuda", "cuda", (9, 0), 132, 232448, "NVIDIA H200")
+
+
+class NothingLaunched:
+    @staticmethod
+    def circumstances():
+        return None
+
+    def run(self, addresses):
+        pass
+
+
+def launch_nothing(launch: Launch) -> None:
+    if active_recording() is not None:
+        active_recording().add_launch(lambda locate: NothingLaunched())
+
+
+def pretend_to_have_a_gpu() -> None:
+    eager.DEVICE_TYPES = ("cpu",)
+    operators.hardware_of = recurrent_operators.hardware_of = lambda device: H200
+    Launch.run = launch_nothing
+
+
+def microseconds(function: Callable[[], object], repeats: int) -> float:
+    def synchronise():
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    times = []
+    for _ in range(repeats + 1):
+        synchronise()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            function()
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
+    synchronise()
+    return round(statistics.median(times[1:]), 2)
+
+
+def chunk_case(norms: bool) -> dict:
+    arguments = random_arguments(1, 64, 16, 32, dtype=torch.bfloat16, device=DEVICE, use_qk_l2norm=norms)
+    x = arguments
+    return {
+        "module": operators,
+        "call": lambda: chunk_gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, use_qk_l2norm_in_kernel=norms),
+        "check": lambda: checks.check_forward(arguments),
+        "schedule": lambda: operators.schedule_of(arguments, False, None),
+        "kernel": lambda: operators._checked_forward(arguments, False, None),
+    }
+
+
+def decode_case() -> dict:
+    x = random_arguments(8, 1, 16, 32, dtype=torch.bfloat16, device=DEVICE, with_initial_state=True)
+    arguments = RecurrentArguments(
+        *(x.q, x.k, x.v, x.g, x.beta, x.scale),
+        initial_state=x.initial_state,
+        inplace_state=True,
+        output_final_state=True,
+        use_qk_l2norm=True,
+    )
+    options = {"initial_state": x.initial_state, "inplace_state": True, "use_qk_l2norm_in_kernel": True}
+    return {
+        "module": recurrent_operators,
+        "call": lambda: fused_recurrent_gated_delta_rule(x.q, x.k, x.v, x.g, beta=x.beta, **options),
+        "check": lambda: checks.check_recurrent(arguments),
+        "schedule": lambda: recurrent_operators.pick_recurrent(
+            recurrent_operators.recurrent_problem_of(arguments), recurrent_operators.hardware_of(DEVICE), None
+        ),
+        "kernel": lambda: recurrent_operators._checked_forward(arguments, None),
+    }
+
+
+def whole_calls(case: dict, repeats: int) -> dict[str, float]:
+    plans, call = case["module"].PLANS, case["call"]
+
+    def new_call():
+        plans.clear()
+        call()
+
+    row = {"call: new": microseconds(new_call, repeats)}
+    device_types, eager.DEVICE_TYPES = eager.DEVICE_TYPES, ()
+    row["call: operator"] = microseconds(call, repeats)
+    eager.DEVICE_TYPES = device_types
+    plans.clear()
+    for _ in range(3):
+        call()
+    if plans.num_plans != 1:
+        raise RuntimeError("the call has no plan: its parts cannot be measured")
+    return {"call": microseconds(call, repeats), **row}
+
+
+def parts_of_a_plan(case: dict, repeats: int) -> dict[str, float]:
+    seen = []
+    plain_call = eager.plain_call
+
+    def noted(*arguments):
+        seen.append(arguments)
+        return plain_call(*arguments)
+
+    eager.plain_call = noted
+    case["call"]()
+    eager.plain_call = plain_call
+    call, plans = plain_call(*seen[0]), case["module"].PLANS
+    plan = plans.find(call)
+    addresses = list(call.addresses)
+    made = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=x.device) for x in plan.allocations]
+    addresses += [tensor.data_ptr() for tensor in made]
+
+    def allocate():
+        for x in plan.allocations:
+            torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=x.device)
+
+    def launch():
+        for x in plan.launches:
+            x.run(addresses)
+
+    row = {
+        "signature": microseconds(lambda: plain_call(*seen[0]), repeats),
+        "find": microseconds(lambda: plans.find(call), repeats),
+        "plan": microseconds(lambda: plan.run(call.tensors, call.addresses), repeats),
+        "plan: allocations": microseconds(allocate, repeats),
+    }
+    return {**row, "plan: launches": microseconds(launch, repeats)} if DEVICE == "cuda" else row
+
+
+def parts_without_a_plan(case: dict, repeats: int) -> dict[str, float]:
+    row = {"checks": microseconds(case["check"], repeats), "schedule": microseconds(case["schedule"], repeats)}
+    run, launches = Launch.run, []
+    Launch.run = lambda launch: launches.append(launch)  # a function, to be bound
+    case["kernel"]()
+    Launch.run = lambda launch: None
+    row["arguments"] = round(microseconds(case["kernel"], repeats) - row["schedule"], 2)
+    Launch.run = run
+    if DEVICE == "cuda":
+        row["launches"] = microseconds(lambda: [launch.run() for launch in launches], repeats)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=41)
+    options = parser.parse_args()
+    if DEVICE == "cpu":
+        pretend_to_have_a_gpu()
+    cases = {"chunk, norms": chunk_case(True), "chunk, unit keys": chunk_case(False), "decode": decode_case()}
+    report = {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else f"none, {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "microseconds": {},
+    }
+    for name, case in cases.items():
+        row = whole_calls(case, options.repeats)
+        row |= parts_of_a_plan(case, options.repeats) | parts_without_a_plan(case, options.repeats)
+        report["microseconds"][name] = row
+        print(name, *(f"  {part:20} {value:8.1f}" for part, value in row.items()), sep="\n", file=sys.stderr)
+    text = json.dumps(report, indent=2)
+    if options.json is None:
+        print(text)
+    else:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

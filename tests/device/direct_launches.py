@@ -1,0 +1,177 @@
+"""Launches by plans beside launches by Triton: `python -m tests.device.direct_launches FOLDER COMPILER` prints what
+differs, {"triton": version, "differences": {case: [differences]}, ...}, as JSON. Nothing needs a GPU.
+
+A process of its own, because a process has one version of Triton and one driver.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton import knobs
+
+from tests.device.fake_driver import FakeDriver
+from tilecrew._hardware import Hardware
+from tilecrew._plans import Recording
+from tilecrew.device import launch
+from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_portable, kernel_recurrent
+from tilecrew.gated_delta_rule.operators import problem_of
+from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
+from tilecrew.gated_delta_rule.schedule import pick
+from tilecrew.testing import random_arguments
+
+HOPPER = Hardware("cuda", "cuda", (9, 0), 132, 232448, "NVIDIA H200")
+KERNELS = {"scan": kernel_forward_scan, "roles": kernel_forward_roles, "portable": kernel_portable}
+BF16 = torch.bfloat16
+CASES = {
+    "scan": {"dtype": BF16},
+    "scan, norms, packed, states": {
+        "dtype": BF16,
+        "use_qk_l2norm": True,
+        "lengths": [60, 70],
+        "with_initial_state": True,
+        "output_final_state": True,
+    },
+    "roles, norms": {"dtype": BF16, "use_qk_l2norm": True},
+    "portable, packed": {"dtype": torch.float16, "lengths": [60, 70]},
+}
+
+
+def chunk_call(name: str, seed: int):
+    arguments = random_arguments(1, 130, 2, 4, seed=seed, **CASES[name])
+    implementation = name.split(",")[0]
+    schedule = pick(problem_of(arguments, False), HOPPER, implementation)
+
+    def call():
+        result = KERNELS[implementation].forward(arguments, schedule)
+        return result.o, result.final_state, result.h
+
+    tensors = [value for value in vars(arguments).values() if isinstance(value, torch.Tensor)]
+    return tensors, call
+
+
+def recurrent_call(name: str, seed: int):
+    x = random_arguments(3, 1, 2, 4, seed=seed, dtype=BF16)
+    pool, indices = torch.randn(5, 4, 128, 128), torch.tensor([2, 0, 1])
+    arguments = RecurrentArguments(
+        *(x.q, x.k, x.v, x.g, x.beta, x.scale),
+        initial_state=pool,
+        state_indices=indices,
+        inplace_state=True,
+        output_final_state=True,
+    )
+    return [x.q, x.k, x.v, x.g, x.beta, pool, indices], lambda: kernel_recurrent.forward(arguments)
+
+
+def names_of_addresses(tensors: list[torch.Tensor]) -> dict[bytes, str]:
+    return {tensor.data_ptr().to_bytes(8, "little"): f"tensor {slot}" for slot, tensor in enumerate(tensors)}
+
+
+def readable(log: list[bytes], names: dict[bytes, str]) -> list[str]:
+    """Log entries as text, with addresses replaced by the tensors they are of."""
+    return [f"{names.get(entry[:8], entry[:8].hex())} {entry[8:].hex()}" for entry in log]
+
+
+def differences(name: str, driver: FakeDriver) -> list[str]:
+    """Between what Triton launches for a call and what the plan of another call, recorded before, launches for it."""
+    make_call = recurrent_call if name == "recurrent" else chunk_call
+    recorded_tensors, recorded_call = make_call(name, 0)
+    with Recording(recorded_tensors) as recording:
+        results = recorded_call()
+    plan = recording.plan(results)
+    tensors, call = make_call(name, 1)
+    driver.take_log()
+    with Recording(tensors) as recording:
+        call()
+    names = names_of_addresses([*tensors, *recording._allocations])
+    expected = readable(driver.take_log(), names)
+
+    made = []
+    empty_strided = torch.empty_strided
+
+    def noted(*arguments, **options):
+        made.append(empty_strided(*arguments, **options))
+        return made[-1]
+
+    torch.empty_strided = noted
+    try:
+        assert plan.run(tensors, [tensor.data_ptr() for tensor in tensors]) is not None
+    finally:
+        torch.empty_strided = empty_strided
+    actual = readable(driver.take_log(), names_of_addresses([*tensors, *made]))
+    num_launches = len(plan.launches)
+    if len(expected) <= 4 * num_launches or not any(entry.startswith("tensor") for entry in expected):
+        return [f"too little was logged to compare: {expected}"]
+    found = [f"{x} / {y}" for x, y in zip(expected, actual, strict=False) if x != y]
+    return found + ([f"{len(expected)} / {len(actual)} entries"] if len(expected) != len(actual) else [])
+
+
+def hooks(driver: FakeDriver) -> list[str]:
+    """What launch hooks see of a plan's launches."""
+    tensors, call = recurrent_call("recurrent", 0)
+    with Recording(tensors) as recording:
+        results = call()
+    plan = recording.plan(results)
+    seen = []
+    runtime = knobs.runtime
+
+    def enter(metadata):
+        seen.append(f"enter {metadata.get()['name']}")
+
+    def leave(metadata):
+        seen.append(f"exit {metadata.get()['name']}")
+
+    runtime.launch_enter_hook.add(enter)
+    runtime.launch_exit_hook.add(leave)
+    plan.run(tensors, [tensor.data_ptr() for tensor in tensors])
+    runtime.launch_enter_hook.remove(enter)
+    runtime.launch_exit_hook.remove(leave)
+    plan.run(tensors, [tensor.data_ptr() for tensor in tensors])
+    return seen
+
+
+def ended_plans() -> dict[str, bool]:
+    """Which changes end a plan."""
+    tensors, call = recurrent_call("recurrent", 0)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    with Recording(tensors) as recording:
+        results = call()
+    plan = recording.plan(results)
+    ended = {"nothing": plan.run(tensors, addresses) is None}
+    knobs.runtime.debug = True
+    ended["debug"] = plan.run(tensors, addresses) is None
+    knobs.runtime.debug = False
+    active = triton.runtime.driver.active
+    current = active.get_current_device
+    active.get_current_device = lambda: 1
+    ended["device"] = plan.run(tensors, addresses) is None
+    active.get_current_device = current
+    return ended
+
+
+def main() -> None:
+    driver = FakeDriver(Path(sys.argv[1]), sys.argv[2])
+    run = launch.Launch.run
+
+    def described_run(self):
+        run(self)
+        driver.describe(self.kernel[(self.num_programs,)](*self.args, **self.options))
+
+    # Every kernel once, to learn its parameters: the logs begin behind that.
+    launch.Launch.run = described_run
+    for name in (*CASES, "recurrent"):
+        (recurrent_call if name == "recurrent" else chunk_call)(name, 0)[1]()
+    launch.Launch.run = run
+    report = {
+        "triton": triton.__version__,
+        "differences": {name: differences(name, driver) for name in (*CASES, "recurrent")},
+        "hooks": hooks(driver),
+        "ended": ended_plans(),
+    }
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What aot reads from a disassembly: loops, wherever the compiler has put their parts."""
+
+import pytest
+
+pytest.importorskip("triton")
+from tilecrew.device import aot
+
+DISPATCH = """\
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_0:
+        /*0010*/                   LDL R0, [R1] ;
+        /*0020*/                   BRX R2 -0x30                  (*"BRANCH_TARGETS .L_x_1,.L_x_9"*);
+.L_x_1:
+        /*0030*/                   MOV R4, RZ ;
+.L_x_2:
+        /*0040*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R4 ;
+        /*0050*/              @!P1 BRA `(.L_x_7) ;
+.L_x_3:
+        /*0060*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0 ;
+        /*0070*/               @P0 BRA `(.L_x_2) ;
+        /*0080*/                   STL [R1+0x4], R24 ;
+        /*0090*/                   BRA `(.L_x_0) ;
+.L_x_7:
+        /*00a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R4 ;
+        /*00b0*/              @!P1 BRA `(.L_x_7) ;
+        /*00c0*/                   BRA `(.L_x_3) ;
+.L_x_9:
+        /*00d0*/                   EXIT ;
+.L_x_10:
+        /*00e0*/                   BRA `(.L_x_10);
+"""
+
+
+def opcodes(loop):
+    return [next(word for word in text.split() if word[0] not in "@!") for text in loop]
+
+
+def test_a_loop_has_the_parts_that_lie_behind_it():
+    """The retry of a wait lies behind the role and jumps back, over what follows the loop; the dispatch is no loop."""
+    wait, last = (opcodes(loop) for loop in aot.loops(DISPATCH))
+    assert wait[:4] == ["SYNCS.PHASECHK.TRANS64.TRYWAIT", "BRA", "HGMMA.64x64x16.F32.BF16", "BRA"]
+    assert wait[4:] == ["SYNCS.PHASECHK.TRANS64.TRYWAIT", "BRA", "BRA"]
+    assert last == ["BRA"]
+
+
+def test_a_spill_in_the_loop_is_in_it():
+    spilling = DISPATCH.replace("MOV R4, RZ ;\n.L_x_2:", "MOV R4, RZ ;\n.L_x_2:\n /*0038*/ LDL R5, [R1+0x8] ;")
+    assert any("LDL" in text for text in aot.loops(spilling)[0])
+    assert not any("LDL" in text or "STL" in text for loop in aot.loops(DISPATCH) for text in loop)

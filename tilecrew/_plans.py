@@ -1,0 +1,256 @@
+"""Plans: what one call allocates and launches, recorded once and repeated for calls of the same signature.
+
+A kernel implementation allocates outputs and workspace and launches kernels on them. All of that follows from the
+shapes, strides, dtypes and options of a call; from one call to the next only addresses change. Working it out again in
+Python and in Triton's launcher takes longer than small kernels run, so it is recorded, and a later call only fills in
+addresses. A recording that saw anything else (a conversion, a copy, a launch that cannot be repeated) makes no plan.
+
+Nothing here knows Triton: a launch says itself how it is repeated (`tilecrew.device.launch`). Plans hold no tensor.
+"""
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Tensors = Sequence[torch.Tensor | None]
+Results = TypeVar("Results", bound=Tensors)
+Locate = Callable[[torch.Tensor], int]
+ADDRESS_ALIGNMENT = 16  # kernels are compiled for workspace and outputs aligned to this
+
+aten = torch.ops.aten
+# What a fresh tensor is filled with, by the operator that made it.
+ALLOCATIONS: dict[Any, float | None] = {
+    aten.empty: None,
+    aten.empty_like: None,
+    aten.empty_strided: None,
+    aten.new_empty: None,
+    aten.new_empty_strided: None,
+    aten.new_zeros: 0.0,
+    aten.zeros: 0.0,
+    aten.zeros_like: 0.0,
+}
+FILLS = {aten.fill_, aten.zero_}
+VIEWS = {aten.alias, aten.as_strided, aten.detach, aten.view, aten._unsafe_view}
+
+
+class NotRepeatable(Exception):  # noqa: N818  (the expected answer to a question, not an error)
+    """Why a recording makes no plan."""
+
+
+class RepeatableLaunch(Protocol):
+    """A launch whose pointers are given as indices into a list of addresses."""
+
+    def circumstances(self) -> Hashable:
+        """What compiled kernels depend on beside their arguments: a change asks for a new recording."""
+
+    def run(self, addresses: list[int]) -> None: ...
+
+
+class Allocation(NamedTuple):
+    """A tensor that each repetition makes anew. fill: what its elements are set to, None for nothing."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    fill: float | None
+
+
+class Plan(NamedTuple):
+    """Allocations and launches of a call. Slots count the call's inputs, then the allocations."""
+
+    allocations: tuple[Allocation, ...]
+    launches: tuple[RepeatableLaunch, ...]
+    circumstances: Hashable
+    result_slots: tuple[int | None, ...]
+
+    def run(self, inputs: Tensors, addresses: list[int]) -> tuple[Any, ...] | None:
+        """The results of the call with these inputs, at these addresses; None where the plan does not hold any more."""
+        if self.launches[0].circumstances() != self.circumstances:
+            return None
+        tensors, addresses = list(inputs), list(addresses)
+        for shape, strides, dtype, device, fill in self.allocations:
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            address = tensor.data_ptr()
+            if address % ADDRESS_ALIGNMENT:
+                return None
+            if fill is not None:
+                tensor.fill_(fill)
+            tensors.append(tensor)
+            addresses.append(address)
+        for launch in self.launches:
+            launch.run(addresses)
+        return tuple([None if slot is None else tensors[slot] for slot in self.result_slots])
+
+
+class Recording(TorchDispatchMode):
+    """Watches the calls inside `with`: torch's operators as a dispatch mode, launches because they report here."""
+
+    def __init__(self, inputs: Tensors) -> None:
+        super().__init__()
+        self._inputs = inputs
+        self._allocations: list[torch.Tensor] = []
+        self._fills: list[float | None] = []
+        self._launches_before: list[int] = []
+        self._launches: list[Callable[[Locate], RepeatableLaunch]] = []
+        self._refusal: str | None = None
+
+    def __enter__(self) -> "Recording":
+        _RECORDINGS.active = self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        _RECORDINGS.active = None
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet in ALLOCATIONS:
+            self._allocations.append(result)
+            self._fills.append(ALLOCATIONS[packet])
+            self._launches_before.append(len(self._launches))
+        elif packet in FILLS:
+            self._fill(args[0], args[1] if packet is aten.fill_ else 0.0)
+        elif packet not in VIEWS:
+            self._refusal = f"{func} is neither an allocation nor a view"
+        return result
+
+    def add_launch(self, make: Callable[[Locate], RepeatableLaunch]) -> None:
+        """Notes a launch. make: its repeatable form, given the slot of a tensor; may raise NotRepeatable."""
+        self._launches.append(make)
+
+    def plan(self, results: Tensors) -> Plan:
+        """What was recorded, of a call that returned `results`. Raises NotRepeatable."""
+        if self._refusal is not None:
+            raise NotRepeatable(self._refusal)
+        if not self._launches:
+            raise NotRepeatable("nothing was launched")
+        known = [*self._inputs, *self._allocations]
+        slots: dict[int, int] = {}
+        for slot, tensor in enumerate(known):  # their order is that of Plan's slots
+            if tensor is not None and slots.setdefault(tensor.data_ptr(), slot) != slot:
+                raise NotRepeatable("two tensors are at one address: a launch does not tell which of them it means")
+        if any(tensor.data_ptr() % ADDRESS_ALIGNMENT for tensor in self._allocations):
+            raise NotRepeatable(f"an allocation is not aligned to {ADDRESS_ALIGNMENT} bytes")
+
+        def locate(tensor: torch.Tensor) -> int:
+            if tensor.data_ptr() not in slots:
+                raise NotRepeatable(f"a tensor of shape {tuple(tensor.shape)} is no input and no allocation")
+            return slots[tensor.data_ptr()]
+
+        launches = tuple(make(locate) for make in self._launches)
+        result_slots = tuple(None if result is None else locate(result) for result in results)
+        for index, result in zip(result_slots, results, strict=True):
+            if index is not None and not _is_same_view(result, known[index]):
+                raise NotRepeatable("a result is a view of an allocation")
+        allocations = tuple(
+            Allocation(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, fill)
+            for tensor, fill in zip(self._allocations, self._fills, strict=True)
+        )
+        return Plan(allocations, launches, launches[0].circumstances(), result_slots)
+
+    def _fill(self, tensor: torch.Tensor, value: Any) -> None:
+        """A fill is repeatable as part of an allocation: of all of it, and before a launch could write to it."""
+        for index, allocation in enumerate(self._allocations):
+            is_whole = allocation.data_ptr() == tensor.data_ptr() and allocation.numel() == tensor.numel()
+            if is_whole and self._launches_before[index] == len(self._launches) and isinstance(value, (int, float)):
+                self._fills[index] = value
+                return
+        self._refusal = "something is filled that is not a fresh allocation"
+
+
+def _is_same_view(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    return x is not None and y is not None and (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+class _Recordings(threading.local):
+    active: Recording | None = None
+
+
+_RECORDINGS = _Recordings()
+
+
+def active_recording() -> Recording | None:
+    """The recording that this thread is inside."""
+    return _RECORDINGS.active
+
+
+class PlainCall(NamedTuple):
+    """A call whose plan may be repeated for every call of the same signature.
+
+    signature    equal for two calls that pass the same checks and run the same kernels
+    key          hash(signature): tuples do not keep theirs, and these are long
+    tensors      the inputs, None for an absent one
+    addresses    of the inputs, 0 for an absent one
+    """
+
+    signature: tuple[Any, ...]
+    key: int
+    tensors: Tensors
+    addresses: list[int]
+
+
+class PlanCache:
+    """Plans by signature, the least recently used dropped first.
+
+    The first call of a signature runs as it is, because many signatures (lengths of prompts) come only once; the second
+    is recorded. Of two signatures with one hash the cache knows the one that came last.
+    """
+
+    def __init__(self, max_signatures: int = 512) -> None:
+        self._max_signatures = max_signatures
+        # hash of a signature -> the signature, and its plan. True: seen once. False: makes no plan.
+        self._entries: OrderedDict[int, tuple[tuple[Any, ...], Plan | bool]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_plans(self) -> int:
+        return sum(not isinstance(state, bool) for _, state in self._entries.values())
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def find(self, call: PlainCall | None) -> Plan | None:
+        """The plan of calls like this one, None where there is none (yet)."""
+        plan = None if call is None else self._state(call)
+        return None if plan is None or isinstance(plan, bool) else plan
+
+    def run(self, call: PlainCall, function: Callable[[], Results]) -> Results:
+        """The results of function(), which is the call, recorded where that is due."""
+        state = self._state(call)
+        if state is None:
+            self._store(call, True)
+        addresses = [
+            address for address, tensor in zip(call.addresses, call.tensors, strict=True) if tensor is not None
+        ]
+        if state is None or state is False or len(set(addresses)) < len(addresses):
+            return function()
+        with Recording(call.tensors) as recording:
+            results = function()
+        try:
+            self._store(call, recording.plan(results))
+        except NotRepeatable:
+            self._store(call, False)
+        return results
+
+    def _state(self, call: PlainCall) -> Plan | bool | None:
+        entry = self._entries.get(call.key)
+        if entry is None or entry[0] != call.signature:
+            return None
+        with contextlib.suppress(KeyError):  # another thread may have dropped it meanwhile
+            self._entries.move_to_end(call.key)
+        return entry[1]
+
+    def _store(self, call: PlainCall, state: Plan | bool) -> None:
+        self._entries[call.key] = call.signature, state
+        self._entries.move_to_end(call.key)
+        if len(self._entries) > self._max_signatures:
+            self._entries.popitem(last=False)
