@@ -1,0 +1,90 @@
+"""Every kind of launch of the Hopper grouped GEMM, compiled for sm_90 without a GPU: `python -m
+tests.grouped_gemm.gluon_launches` prints {"triton": version, "resources": {name: what its cubin uses, and the shared
+memory that its schedule counts on, or the error's traceback}} as JSON.
+
+A process of its own, because a process has one version of Triton: PYTHONPATH chooses it, TRITON_CACHE_DIR must too.
+"""
+
+import dataclasses
+import json
+import sys
+import traceback
+
+import torch
+import triton
+
+from tests.grouped_gemm.problems import H200, make
+from tilecrew.device import aot
+from tilecrew.device.launch import Launch
+from tilecrew.grouped_gemm import kernel_grouped_gemm
+from tilecrew.grouped_gemm.hooks import GELU, Bias, CountGate, RouteWeight, SiLU, SwiGLU
+from tilecrew.grouped_gemm.schedule import Problem, TileSizes, hopper_tiles
+
+BF16, FP16 = torch.bfloat16, torch.float16
+NUM_COLUMNS = 512
+
+# Number of groups and rows that the schedule is asked for, dtype, whether w is transposed, gate, epilogue.
+LAUNCHES = {
+    "128 x 256": (8, 16384, BF16, False, None, None),
+    "128 x 256, transposed": (8, 16384, BF16, True, None, None),
+    "128 x 256, float16, 256 groups": (256, 2**17, FP16, False, None, None),
+    "128 x 128": (8, 1024, BF16, False, None, None),
+    "64 x 256": (128, 4096, BF16, False, None, None),
+    "64 x 256, transposed": (128, 4096, BF16, True, None, None),
+    "64 x 128, float16": (1, 1, FP16, False, None, None),
+    "64 x 256, 1022 groups": (1022, 4096, BF16, False, None, None),
+    "count gate": (8, 16384, BF16, False, "count", None),
+    "bias": (8, 16384, BF16, False, None, "bias"),
+    "SiLU": (8, 16384, BF16, False, None, "silu"),
+    "GELU": (8, 16384, BF16, True, None, "gelu"),
+    "GELU, tanh, 64 rows": (128, 4096, BF16, False, None, "gelu tanh"),
+    "SwiGLU 1": (8, 16384, BF16, False, None, "swiglu 1"),
+    "SwiGLU 8, gate": (8, 16384, BF16, False, "count", "swiglu 8"),
+    "SwiGLU 8, 64 rows, transposed": (128, 4096, BF16, True, None, "swiglu 8"),
+    "route weight": (8, 16384, FP16, False, None, "route"),
+}
+
+
+def epilogue_of(name, num_groups, num_rows):
+    return {
+        None: lambda: None,
+        "bias": lambda: Bias(torch.zeros(num_groups, NUM_COLUMNS)),
+        "silu": SiLU,
+        "gelu": GELU,
+        "gelu tanh": lambda: GELU("tanh"),
+        "swiglu 1": SwiGLU,
+        "swiglu 8": lambda: SwiGLU(8),
+        "route": lambda: RouteWeight(torch.zeros(num_rows)),
+    }[name]()
+
+
+def tiles_of(name: str) -> TileSizes:
+    num_groups, num_rows, _, _, gate, _ = LAUNCHES[name]
+    problem = Problem(num_rows, num_groups, 2048, 2048, "bfloat16", gate is not None)
+    return hopper_tiles(problem, H200.num_sms)
+
+
+def make_launch(name: str) -> Launch:
+    """On small tensors: sizes do not reach the compiled kernel, but the tiles and the number of groups do."""
+    num_groups, _, dtype, transposed, gate, epilogue = LAUNCHES[name]
+    x, w, offs = make([1] * num_groups, 0, 128, NUM_COLUMNS, dtype=dtype, transposed=transposed)
+    hook = epilogue_of(epilogue, num_groups, x.shape[0])
+    out = x.new_empty(x.shape[0], NUM_COLUMNS // (1 if hook is None else hook.shrink))
+    counters = CountGate(torch.zeros(8, dtype=torch.int32)) if gate else None
+    hooks = kernel_grouped_gemm.hooks_of(counters, hook)
+    return kernel_grouped_gemm.launch(x, w, offs, out, tiles_of(name), 2, hooks)
+
+
+def main() -> None:
+    resources = {}
+    for name in LAUNCHES:
+        try:
+            found = dataclasses.asdict(aot.resources(aot.compile_launch(make_launch(name))))
+            resources[name] = {**found, "budget": tiles_of(name).shared_memory_bytes}
+        except Exception:  # the test of this launch shows it; those of the others still run
+            resources[name] = traceback.format_exc()
+    json.dump({"triton": triton.__version__, "resources": resources}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

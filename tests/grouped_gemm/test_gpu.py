@@ -1,0 +1,221 @@
+"""The grouped GEMM on a GPU: the kernel for Hopper where there is one, and the portable kernel."""
+
+import pytest
+import torch
+
+import tilecrew
+from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
+from tilecrew.grouped_gemm import GELU, Bias, CountGate, NoGate, RouteWeight, SiLU, SwiGLU, reference
+
+pytestmark = pytest.mark.gpu
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def implementation(request):
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return request.param
+
+
+def lengths_of(kind, num_groups):
+    """Rows of each group: equal, skewed so that the first has half of all, or every other one empty."""
+    generator = torch.Generator().manual_seed(num_groups)
+    if kind == "equal":
+        return [130] * num_groups
+    if kind == "skewed":
+        return [1000, *torch.randint(0, 40, (num_groups - 1,), generator=generator).tolist()]
+    return [0 if group % 2 else int(torch.randint(1, 200, (1,), generator=generator)) for group in range(num_groups)]
+
+
+def check(lengths, tail, num_inner, num_columns, implementation, **options):
+    x, w, offs = make(lengths, tail, num_inner, num_columns, device="cuda", **options)
+    out = tilecrew.grouped_gemm(x, w, offs, implementation=implementation)
+    assert_close(out, expected(x, w, offs), offs)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["equal", "skewed", "half empty"])
+@pytest.mark.parametrize("num_groups", [1, 2, 5, 64, 256])
+def test_groups(num_groups, kind, transposed, implementation):
+    check(lengths_of(kind, num_groups), 77, 264, 520, implementation, transposed=transposed)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_sizes_of_groups(name, implementation):
+    check(*GROUPS[name], 512, 768, implementation)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 128, 129])
+def test_every_group_of_one_size(size, dtype, implementation):
+    check([size] * 40, 3, 192, 1536, implementation, dtype=dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 17, 128, 1000])
+def test_few_rows_over_many_groups(num_rows, implementation):
+    generator = torch.Generator().manual_seed(num_rows)
+    groups = torch.randint(0, 128, (num_rows,), generator=generator).sort().values
+    check(torch.bincount(groups, minlength=128).tolist(), 0, 2048, 1536, implementation)
+
+
+@pytest.mark.parametrize(("num_inner", "num_columns"), [(8, 8), (72, 136), (64, 128), (7168, 256), (200, 4104)])
+def test_inner_and_outer_sizes(num_inner, num_columns, implementation):
+    check([130, 0, 70], 5, num_inner, num_columns, implementation)
+
+
+def test_float32_on_the_portable_kernel():
+    check([130, 0, 70], 5, 136, 200, None, dtype=FP32)
+
+
+@pytest.mark.parametrize("num_groups", [1022, 1500])
+def test_very_many_groups(num_groups):
+    check([3, 0] * (num_groups // 2), 1, 64, 128, None)
+
+
+def test_rows_and_columns_stay_where_they_are(implementation):
+    """Every element of the output tells its row and column: no permutation of them can cancel."""
+    lengths, num_columns = [70, 0, 129, 300], 1032
+    num_rows = sum(lengths)
+    x = torch.zeros(num_rows, 8, dtype=FP16, device="cuda")
+    x[:, 0], x[:, 1] = torch.arange(num_rows), 1
+    w = torch.zeros(4, 8, num_columns, dtype=FP16, device="cuda")
+    w[:, 0], w[:, 1] = 1, torch.arange(num_columns) / 2048
+    offs = torch.tensor(lengths).cumsum(0).to(torch.int32).cuda()
+    out = tilecrew.grouped_gemm(x, w, offs, implementation=implementation)
+    wanted = torch.arange(num_rows)[:, None] + torch.arange(num_columns)[None, :] / 2048
+    assert torch.equal(out.cpu(), wanted.to(FP16))
+
+
+def test_a_bad_group_spoils_no_other(implementation):
+    x, w, offs = make([100, 60, 100], 0, 264, 520, device="cuda")
+    wanted = expected(x, w, offs)
+    x[100:160] = float("nan")
+    out = tilecrew.grouped_gemm(x, w, offs, implementation=implementation)
+    assert out[100:160].isnan().all()
+    for rows in (slice(0, 100), slice(160, 260)):
+        assert_close(out[rows], wanted[rows], torch.tensor([100]))
+
+
+@pytest.mark.parametrize("lengths", [[300, 0, 65, 1000], [3, 1, 0, 20]])
+def test_epilogues(lengths, implementation):
+    num_columns = 528
+    x, w, offs = make(lengths, 9, 264, num_columns, device="cuda")
+    x = torch.where(x.isnan(), 0, x)
+    num_rows, weights = x.shape[0], torch.rand(x.shape[0], device="cuda")
+    weights[num_rows - 9 :] = float("nan")
+    for hook in (
+        Bias(torch.randn(4, num_columns, device="cuda", dtype=BF16)),
+        SiLU(),
+        GELU(),
+        GELU("tanh"),
+        SwiGLU(),
+        SwiGLU(8),
+        RouteWeight(weights),
+    ):
+        out = tilecrew.grouped_gemm(x, w, offs, epilogue=hook, implementation=implementation)
+        assert_close(out, expected(x, w, offs, hook), offs, bound=6e-3)
+
+
+def test_gates_wait_for_another_stream():
+    """The kernel starts first, holds back, and reads rows that are written meanwhile."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    x, w, offs = make([130, 0, 20], 0, 264, 512, device="cuda")
+    plain = tilecrew.grouped_gemm(x, w, offs)
+    assert torch.equal(tilecrew.grouped_gemm(x, w, offs, gate=NoGate()), plain)
+    counters = torch.zeros(3, dtype=torch.int32, device="cuda")
+    rows, x = x, torch.full_like(x, float("nan"))
+    targets = torch.tensor([128, 2, 20], dtype=torch.int32, device="cuda")
+    tilecrew.grouped_gemm(rows, w, offs, gate=CountGate(targets))  # compiled before anything has to wait
+    torch.cuda.synchronize()
+    out = tilecrew.grouped_gemm(x, w, offs, gate=CountGate(counters))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x.copy_(rows)
+        counters.copy_(targets)  # a kernel of its own, behind the copy
+    torch.cuda.synchronize()
+    assert torch.equal(out, plain)
+
+
+def test_hundred_runs_give_the_same_bits(implementation):
+    x, w, offs = make(lengths_of("skewed", 64), 9, 520, 776, device="cuda")
+    first = tilecrew.grouped_gemm(x, w, offs, implementation=implementation)
+    for _ in range(100):
+        assert torch.equal(tilecrew.grouped_gemm(x, w, offs, implementation=implementation), first)
+
+
+@pytest.mark.parametrize("epilogue", [None, SwiGLU(8)])
+def test_cuda_graph_replays_with_other_offsets(epilogue, implementation):
+    x, w, offs = make([100, 0, 128, 72], 28, 264, 528, device="cuda")
+    x = torch.where(x.isnan(), 0, x)
+
+    def run():
+        return tilecrew.grouped_gemm(x, w, offs, epilogue=epilogue, implementation=implementation)
+
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for ends in ([100, 100, 228, 300], [0, 328, 328, 328], [1, 2, 3, 4]):
+        offs.copy_(torch.tensor(ends))
+        wanted = run()
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, wanted)
+        assert_close(captured, expected(x, w, offs, epilogue), offs, bound=6e-3)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients(transposed, implementation):
+    x, w, offs = make([300, 0, 65, 130], 9, 264, 520, device="cuda", transposed=transposed)
+    x = torch.where(x.isnan(), 0, x).requires_grad_()
+    w.requires_grad_()
+    dy = torch.randn(x.shape[0], 520, device="cuda", dtype=BF16)
+    tilecrew.grouped_gemm(x, w, offs, implementation=implementation).backward(dy)
+    wide = dy.double()
+    assert_close(x.grad, reference.grouped_gemm(wide, w.detach().double().transpose(1, 2), offs), offs)
+    wanted = reference.weight_gradient(x.detach().double(), wide, offs)
+    assert_close(w.grad.flatten(1), wanted.flatten(1), torch.tensor([4]))
+    assert not w.grad[1].any()
+
+
+def test_out_and_strides(implementation):
+    x, w, offs = make([300, 0, 65], 9, 264, 520, device="cuda")
+    wide_x, wide_out = (torch.full((374, 640), float("nan"), device="cuda", dtype=BF16) for _ in range(2))
+    x = wide_x[:, 8:272].copy_(x)
+    out = wide_out[:, 16:536]
+    tilecrew.grouped_gemm(x, w, offs, out=out, implementation=implementation)
+    assert_close(out, expected(x, w, offs), offs)
+    assert wide_out[:, :16].isnan().all()
+    assert wide_out[:, 536:].isnan().all()
+
+
+def test_one_row_of_odd_strides(implementation):
+    """The stride of a dimension of size 1 may be anything."""
+    x, w, offs = make([0, 1], 0, 264, 520, device="cuda")
+    x = x.as_strided(x.shape, (1, 1))
+    out = torch.empty(520, 1, device="cuda", dtype=BF16).t()
+    tilecrew.grouped_gemm(x, w, offs, out=out, implementation=implementation)
+    assert_close(out, expected(x, w, offs), offs)
+
+
+def test_torch_compile_traces_through():
+    x, w, offs = make([300, 0, 65], 0, 264, 520, device="cuda")
+    compiled = torch.compile(lambda x, w: tilecrew.grouped_gemm(x, w, offs), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, w), tilecrew.grouped_gemm(x, w, offs))
+
+
+@pytest.mark.slow
+def test_offsets_past_2_to_31(implementation):
+    """More than 2**31 elements in each of x, w and out; the last rows and groups are what could be missed."""
+    num_rows, num_groups = 2**19 + 100, 9
+    x = torch.randn(num_rows, 4160, device="cuda", dtype=BF16)
+    w = torch.randn(1, 4160, 4160, device="cuda", dtype=BF16).expand(140, -1, -1).contiguous() / 64
+    offs = torch.full((140,), num_rows, dtype=torch.int32, device="cuda")
+    offs[: 140 - num_groups] = num_rows - 200
+    offs[140 - num_groups :] = torch.arange(num_groups, dtype=torch.int32, device="cuda") * 20 + num_rows - 180
+    offs[-1] = num_rows
+    out = tilecrew.grouped_gemm(x, w, offs, implementation=implementation)
+    rows = slice(num_rows - 300, None)
+    wanted = x[rows].double() @ w[0].double()
+    assert_close(out[rows], wanted, torch.tensor([300]))

@@ -1,0 +1,68 @@
+"""Hooks are part of what a compiled kernel is cached under: in memory, and on disk."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import jit
+
+from tests.grouped_gemm import hook_examples
+from tests.grouped_gemm.problems import assert_close, expected, make
+from tests.grouped_gemm.test_simulator import SMALL, simulate
+from tilecrew.device import aot
+from tilecrew.grouped_gemm import kernel_grouped_gemm
+from tilecrew.grouped_gemm.schedule import TileSizes
+
+SIZES = TileSizes(64, 128, 64, 4, 2, 4, 128, 80, 240, 160)
+PAIRS = {
+    "one name, other source": (hook_examples.scaled_by_three, hook_examples.scaled_by_eight),
+    "one source, other value": (lambda: hook_examples.scaled_by(3.0), lambda: hook_examples.scaled_by(8.0)),
+}
+
+
+def launch_with(hook):
+    x, w, offs = make([70], 0, 64, 128)
+    hooks = kernel_grouped_gemm.hooks_of(None, hook)
+    return kernel_grouped_gemm.launch(x, w, offs, torch.empty(70, 128, dtype=x.dtype), SIZES, 1, hooks)
+
+
+def key_in_memory(launch):
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = jit.create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    _, specialization, options = bind(*launch.args, **launch.options)
+    return jit.compute_cache_key({}, specialization, options)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_hooks_of_one_class_name_share_no_kernel(name):
+    first, second = (make_hook() for make_hook in PAIRS[name])
+    assert type(first).__qualname__.split(".")[-1] == type(second).__qualname__.split(".")[-1]
+    launches = [launch_with(hook) for hook in (first, second)]
+    assert key_in_memory(launches[0]) != key_in_memory(launches[1])
+    compiled = [aot.compile_launch(launch) for launch in launches]
+    assert compiled[0].hash != compiled[1].hash
+    assert compiled[0].asm["ttgir"] != compiled[1].asm["ttgir"]
+    assert key_in_memory(launches[0]) == key_in_memory(launch_with(PAIRS[name][0]()))
+
+
+def test_constants_are_part_of_the_key():
+    from tilecrew.grouped_gemm import SwiGLU
+
+    assert key_in_memory(launch_with(SwiGLU(1))) != key_in_memory(launch_with(SwiGLU(8)))
+
+
+@pytest.mark.slow
+def test_hooks_of_users_run():
+    x, w, offs = make([65, 0, 20], 5, 72, 136)
+    x = torch.where(x.isnan(), 0, x)
+    for hook in (hook_examples.scaled_by_three(), hook_examples.scaled_by(8.0), hook_examples.Plus(torch.rand(4))):
+        assert_close(simulate(x, w, offs, SMALL, hook, num_seeds=1), expected(x, w, offs, hook), offs)
+
+
+def test_a_hook_without_a_device_function_is_refused():
+    hook = hook_examples.scaled_by_three()
+    type(hook).apply = staticmethod(lambda *arguments: arguments[0])
+    with pytest.raises(TypeError, match=r"epilogue.apply must be a gluon.jit function"):
+        launch_with(hook)

@@ -1,0 +1,172 @@
+"""Which tiles a block of the grouped GEMM computes, in which order, and the shared memory and the ring of its roles.
+
+Row blocks never cross groups: group e has ceil(rows / block_m) of them, numbered group after group. The rows behind
+the last offset are one more group, whose tiles are zeros. Example: offs 130, 130, 200 and 256 rows in blocks of 128
+give row blocks 0 (rows 0 to 127), 1 (128, 129), 2 (130 to 199) and 3 (200 to 255, zeros).
+"""
+
+from tilecrew.device.compat import aggregate, barrier, gl, gluon, mbarrier, reinterpret
+from tilecrew.device.mma import tile_layout, vector_layout
+from tilecrew.device.ring import Ring, remainder
+from tilecrew.device.tiles import matrix_view
+
+SEARCH = gl.constexpr(128)  # row-block ends that a search reads at once: four registers of a lane
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.constexpr_function
+def search_layout(num_warps):
+    """A vector that every warp of a role holds as a whole, so that a reduction needs no other warp."""
+    return gl.SliceLayout(0, gl.BlockedLayout([1, SEARCH.value // 32], [1, 32], [num_warps, 1], [1, 0]))
+
+
+@gluon.jit
+def only_element(vector):
+    return gl.sum(vector.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@aggregate
+class Tile:
+    """One output tile.
+
+    group           its group; the number of groups for rows behind the last offset
+    row_block       number of its row block
+    row, num_rows   first row, and rows up to the end of the group (more than the tile has where other tiles follow)
+    column          first column of the accumulator
+    num_steps       steps along K: 0 behind the last offset
+    """
+
+    group: gl.tensor
+    row_block: gl.tensor
+    row: gl.tensor
+    num_rows: gl.tensor
+    column: gl.tensor
+    num_steps: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, group, row_block, row, num_rows, column, num_steps):
+        self.group, self.row_block, self.row = group, row_block, row
+        self.num_rows, self.column, self.num_steps = num_rows, column, num_steps
+
+
+@aggregate
+class TileWalk:
+    """The tiles of the grid in order; block b computes the tiles b, b + blocks, b + 2 * blocks, ...
+
+    begins            [P] int32 in shared memory: first row of each group, of the rows behind the last, and M
+    ends              [P] int32 in shared memory: row blocks up to and with each group
+    num_groups, num_row_blocks, num_column_blocks, steps_per_tile
+    """
+
+    begins: gl.shared_memory_descriptor
+    ends: gl.shared_memory_descriptor
+    num_groups: gl.tensor
+    num_row_blocks: gl.tensor
+    num_column_blocks: gl.tensor
+    steps_per_tile: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, begins, ends, num_groups, num_row_blocks, num_column_blocks, steps_per_tile):
+        self.begins, self.ends, self.num_groups = begins, ends, num_groups
+        self.num_row_blocks, self.num_column_blocks = num_row_blocks, num_column_blocks
+        self.steps_per_tile = steps_per_tile
+
+    @gluon.jit
+    def create(offs, num_groups, num_rows, num_columns, num_inner, config: gl.constexpr):
+        """Counts the row blocks of every group; all warps of the first role, before the roles start."""
+        LENGTH: gl.constexpr = config.table_length
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        group = gl.arange(0, LENGTH, layout)
+        end = gl.load(offs + group, mask=group < num_groups, other=0)
+        begin = gl.load(offs + group - 1, mask=(group > 0) & (group <= num_groups), other=0)
+        # Offsets outside of the rows, or that decrease, are the caller's fault; they must not reach past the tensors.
+        end = gl.where(group < num_groups, gl.minimum(gl.maximum(end, 0), num_rows), num_rows)
+        begin = gl.where(group <= num_groups, gl.minimum(gl.maximum(begin, 0), num_rows), num_rows)
+        blocks = gl.cdiv(gl.maximum(end - begin, 0), config.block_m)
+        counts = gl.associative_scan(blocks, 0, add)
+        begins = gl.allocate_shared_memory(gl.int32, [LENGTH], vector_layout())
+        ends = gl.allocate_shared_memory(gl.int32, [LENGTH], vector_layout())
+        begins.store(begin)
+        ends.store(counts)
+        num_column_blocks = gl.cdiv(num_columns, config.block_n)
+        return TileWalk(
+            begins, ends, num_groups, gl.max(counts, 0), num_column_blocks, gl.cdiv(num_inner, config.block_k)
+        )
+
+    @gluon.jit
+    def num_tiles(self):
+        return self.num_row_blocks * self.num_column_blocks
+
+    @gluon.jit
+    def tile(self, index, config: gl.constexpr):
+        """Tile number `index`. Few row blocks and all their columns come together: their rows and the columns of
+        their weights then stay in the L2 cache."""
+        tiles_of_band = self.num_column_blocks * config.band
+        band = index // tiles_of_band
+        first_row_block = band * config.band
+        height = gl.minimum(self.num_row_blocks - first_row_block, config.band)
+        index_in_band = index - band * tiles_of_band
+        column_block = index_in_band // height
+        row_block = first_row_block + index_in_band - column_block * height
+        # The group is the number of groups that end before; its first block is where the last of these ends.
+        group = row_block * 0
+        first_block = row_block * 0
+        LENGTH: gl.constexpr = config.table_length
+        for first in gl.static_range(0, LENGTH, SEARCH):
+            ends = self.ends.slice(first, SEARCH).load(search_layout(gl.num_warps()))
+            before = (ends <= row_block).to(gl.int32)
+            group += gl.sum(before, 0)
+            first_block = gl.maximum(first_block, gl.max(ends * before, 0))
+        begins = reinterpret(self.begins, gl.int32, [LENGTH, 1], vector_layout())
+        row = only_element(begins.index(group)) + (row_block - first_block) * config.block_m
+        num_rows = only_element(begins.index(group + 1)) - row
+        num_steps = gl.where(group < self.num_groups, self.steps_per_tile, 0)
+        return Tile(group, row_block, row, num_rows, column_block * config.block_n, num_steps)
+
+
+@aggregate
+class GemmTiles:
+    """Shared memory: `x` [stages * consumers, 64, block_k], `w` [stages, 1, block_k, block_n] (its last dimensions
+    exchanged where the weights are transposed), `output` [consumers * buffers, 64, columns of a piece]."""
+
+    x: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor
+    output: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, x, w, output):
+        self.x, self.w, self.output = x, w, output
+
+    @gluon.jit
+    def create(x_desc, w_desc, out_desc, config: gl.constexpr):
+        num_x: gl.constexpr = config.num_stages * config.num_consumers
+        num_outputs: gl.constexpr = config.num_consumers * config.num_output_buffers
+        W_SHAPE: gl.constexpr = w_desc.block_type.shape
+        return GemmTiles(
+            gl.allocate_shared_memory(x_desc.dtype, [num_x, 64, config.block_k], x_desc.layout),
+            gl.allocate_shared_memory(w_desc.dtype, [config.num_stages] + W_SHAPE, w_desc.layout),
+            gl.allocate_shared_memory(out_desc.dtype, [num_outputs, 64, config.piece_columns], out_desc.layout),
+        )
+
+    @gluon.jit
+    def weight_matrix(self, stage, config: gl.constexpr):
+        """[block_k, block_n]"""
+        if config.weights_are_transposed:
+            layout: gl.constexpr = tile_layout([config.block_n, config.block_k], self.w.dtype)
+            tile = matrix_view(self.w.index(stage), config.block_n, config.block_k, layout).permute((1, 0))
+        else:
+            layout: gl.constexpr = tile_layout([config.block_k, config.block_n], self.w.dtype)
+            tile = matrix_view(self.w.index(stage), config.block_k, config.block_n, layout)
+        return tile
+
+
+@gluon.jit
+def release_before(ring: Ring, step, pred):
+    """Ring.release of the step before `step`, where pred."""
+    barrier()
+    STAGES: gl.constexpr = ring.num_stages
+    mbarrier.arrive(ring.empty.index(remainder(step + (STAGES - 1), STAGES)), count=1, pred=pred)

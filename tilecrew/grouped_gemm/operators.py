@@ -1,0 +1,204 @@
+"""The grouped GEMM as torch operators: schemas, implementations, fake implementations for tracing, gradients.
+
+    grouped_gemm(x, w, offs, implementation) -> out
+    grouped_gemm_out(x, w, offs, out, implementation)         writes into out; not differentiable
+    grouped_gemm_weight_gradient(x, dy, offs) -> dw           [E, K, N]
+
+dx is a grouped GEMM with transposed weights, dw sums over the rows of each group; each of the two is differentiable
+through the other. Calls with hooks go through `run` directly, because an operator cannot take a hook.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+
+from tilecrew._hardware import hardware_of
+from tilecrew.grouped_gemm import checks, reference
+from tilecrew.grouped_gemm.hooks import Epilogue, Gate
+from tilecrew.grouped_gemm.schedule import Problem, Schedule, hopper_tiles, pick, supports
+
+LIBRARY = torch.library.Library("tilecrew", "FRAGMENT")
+
+
+def schedule_of(
+    x: torch.Tensor, w: torch.Tensor, has_gate: bool = False, implementation: str | None = None
+) -> Schedule:
+    """What a call will run. Raises ValueError where the forced implementation cannot."""
+    return pick(problem_of(x, w, has_gate), hardware_of(x.device), implementation)
+
+
+def problem_of(x: torch.Tensor, w: torch.Tensor, has_gate: bool = False) -> Problem:
+    """The part of the arguments that schedules depend on."""
+    num_groups, num_inner, num_columns = w.shape
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Problem(x.shape[0], num_groups, num_inner, num_columns, dtype, has_gate)
+
+
+def run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    out: torch.Tensor,
+    implementation: str | None,
+    gate: Gate | None = None,
+    epilogue: Epilogue | None = None,
+) -> None:
+    """Computes a checked call into out, whatever tensors require; no gradients."""
+    checks.check_addresses(x=x, w=w, out=out)
+    checks.check_offsets(offs, x.shape[0])
+    schedule = schedule_of(x, w, gate is not None, implementation)
+    if x.shape[0] == 0:
+        return
+    offs = offs.contiguous()
+    if schedule.implementation == "hopper":
+        _hopper(x, w, offs, out, schedule, gate, epilogue)
+    elif schedule.implementation == "portable":
+        _portable(x, w, offs, out, epilogue)
+    else:
+        _torch(x, w, offs, out, gate, epilogue)
+
+
+def _hopper(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    out: torch.Tensor,
+    schedule: Schedule,
+    gate: Gate | None,
+    epilogue: Epilogue | None,
+) -> None:
+    kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
+    hooks = kernel.hooks_of(gate, epilogue)
+    with torch.cuda.device(x.device):
+        kernel.launch(x, w, offs, out, schedule.tiles, schedule.num_programs, hooks).run()
+
+
+def _portable(
+    x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, out: torch.Tensor, epilogue: Epilogue | None
+) -> None:
+    kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_portable")
+    accumulator = out
+    if epilogue is not None:
+        accumulator = torch.empty(x.shape[0], w.shape[2], dtype=torch.float32, device=x.device)
+    kernel.launch(x, w, offs, accumulator).run()
+    if epilogue is not None:
+        out.copy_(reference.apply_epilogue(epilogue, accumulator, offs, w.shape[0]))
+
+
+def _torch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    out: torch.Tensor,
+    gate: Gate | None,
+    epilogue: Epilogue | None,
+) -> None:
+    bounds = reference.bounds(offs)
+    if gate is not None:
+        tiles = hopper_tiles(problem_of(x, w, has_gate=True), 1)
+        gate.check([min(tiles.block_m, end - row) for begin, end in bounds for row in range(begin, end, tiles.block_m)])
+    if epilogue is None:
+        for group, (begin, end) in enumerate(bounds):
+            if end > begin:
+                torch.mm(x[begin:end], w[group], out=out[begin:end])
+        out[bounds[-1][1] :] = 0
+        return
+    wide = torch.promote_types(x.dtype, torch.float32)
+    accumulator = torch.zeros(x.shape[0], w.shape[2], dtype=wide, device=x.device)
+    for group, (begin, end) in enumerate(bounds):
+        if end > begin:
+            accumulator[begin:end] = x[begin:end].to(wide) @ w[group].to(wide)
+    out.copy_(reference.apply_epilogue(epilogue, accumulator, offs, w.shape[0]))
+
+
+def _grouped_gemm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, implementation: str | None) -> torch.Tensor:
+    out = _empty_output(x, w)
+    run(x, w, offs, out, implementation)
+    return out
+
+
+def _grouped_gemm_out(
+    x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, out: torch.Tensor, implementation: str | None
+) -> None:
+    run(x, w, offs, out, implementation)
+
+
+def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    checks.check_offsets(offs, x.shape[0])
+    dw = x.new_empty(offs.shape[0], x.shape[1], dy.shape[1])
+    if supports("portable", problem_of(x, dw), hardware_of(x.device)) is None:
+        kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_portable")
+        with torch.cuda.device(x.device):
+            kernel.weight_gradient_launch(x, dy, offs.contiguous(), dw).run()
+        return dw
+    for group, (begin, end) in enumerate(reference.bounds(offs)):
+        torch.mm(x[begin:end].T, dy[begin:end], out=dw[group])
+    return dw
+
+
+def _empty_output(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+def _grouped_gemm_fake(
+    x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, implementation: str | None
+) -> torch.Tensor:
+    return _empty_output(x, w)
+
+
+def _grouped_gemm_out_fake(
+    x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, out: torch.Tensor, implementation: str | None
+) -> None:
+    return None
+
+
+def _weight_gradient_fake(x: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(offs.shape[0], x.shape[1], dy.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, w, offs, ctx.implementation = inputs
+    ctx.save_for_backward(x, w, offs)
+
+
+def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, w, offs = ctx.saved_tensors
+    dy = dy.contiguous()
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = torch.ops.tilecrew.grouped_gemm(dy, w.transpose(1, 2), offs, ctx.implementation)
+    if ctx.needs_input_grad[1]:
+        dw = torch.ops.tilecrew.grouped_gemm_weight_gradient(x, dy, offs)
+    return dx, dw, None, None
+
+
+def _save_weight_gradient(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _weight_gradient_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """dw = x^T dy, so x gets dy gradient^T and dy gets x gradient, each a grouped GEMM."""
+    x, dy, offs = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    dx = torch.ops.tilecrew.grouped_gemm(dy, gradient.transpose(1, 2), offs, None)
+    ddy = torch.ops.tilecrew.grouped_gemm(x, gradient, offs, None)
+    return dx, ddy, None
+
+
+LIBRARY.define("grouped_gemm(Tensor x, Tensor w, Tensor offs, str? implementation) -> Tensor")
+LIBRARY.define("grouped_gemm_out(Tensor x, Tensor w, Tensor offs, Tensor(a!) out, str? implementation) -> ()")
+LIBRARY.define("grouped_gemm_weight_gradient(Tensor x, Tensor dy, Tensor offs) -> Tensor")
+LIBRARY.impl("grouped_gemm", _grouped_gemm, "CompositeExplicitAutograd")
+LIBRARY.impl("grouped_gemm_out", _grouped_gemm_out, "CompositeExplicitAutograd")
+LIBRARY.impl("grouped_gemm_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("tilecrew::grouped_gemm", _grouped_gemm_fake, lib=LIBRARY)
+torch.library.register_fake("tilecrew::grouped_gemm_out", _grouped_gemm_out_fake, lib=LIBRARY)
+torch.library.register_fake("tilecrew::grouped_gemm_weight_gradient", _weight_gradient_fake, lib=LIBRARY)
+torch.library.register_autograd("tilecrew::grouped_gemm", _gradients, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd(
+    "tilecrew::grouped_gemm_weight_gradient",
+    _weight_gradient_gradients,
+    setup_context=_save_weight_gradient,
+    lib=LIBRARY,
+)

@@ -1,0 +1,194 @@
+"""Problem and hardware -> Schedule: which implementation a grouped GEMM uses, its tiles, and why. Pure Python.
+
+Implementations:
+    hopper     wgmma kernel for compute capability 9.0, with gates and epilogues inside
+    portable   plain Triton, every GPU that Triton compiles for; epilogues follow in torch
+    torch      one torch product a group, where the offsets are on the host
+
+Hopper tiles have 128 rows, or 64 where groups are so small that most of 128 would be padding: there the weights bind,
+not the products. They have 256 columns, or 128 where 256 would leave SMs without a tile. All shared memory goes into
+stages of the ring, after what the epilogue needs.
+"""
+
+from dataclasses import dataclass
+
+from tilecrew._hardware import Hardware
+
+IMPLEMENTATIONS = ("hopper", "portable", "torch")
+HALF_DTYPES = ("bfloat16", "float16")
+KERNEL_DTYPES = (*HALF_DTYPES, "float32")
+
+SHARED_MEMORY = 232_448  # bytes of a block, compute capability 9.0
+COMPILER_BYTES = 512  # what Triton keeps in shared memory for itself: captured values, scratch of the scan
+ELEMENT_BYTES = 2
+BLOCK_K = 64
+CONSUMER_ROWS = 64
+PIECE = 64  # columns of the accumulator that the epilogue takes at a time
+STAGES = (8, 4, 3, 2)  # counts by which the ring can number its stages
+BAND = 4  # row blocks that are computed together; up to 8 measured the same
+SMALL_GROUP = 64  # mean rows of a group up to which tiles have 64 rows
+MAX_GROUPS = 1022
+MAX_ROWS = 2**31 - 1024
+SEARCH = 128  # the table of groups is read in pieces of this length
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a schedule may depend on: sizes known on the host, never the offsets.
+
+    num_rows M, num_groups E, num_inner K, num_columns N (of the accumulator); dtype as torch prints it without its
+    prefix; has_gate: the call gives a gate.
+    """
+
+    num_rows: int
+    num_groups: int
+    num_inner: int
+    num_columns: int
+    dtype: str
+    has_gate: bool = False
+
+
+@dataclass(frozen=True)
+class TileSizes:
+    """Tiles of the hopper kernel. table_length: elements of the tables of groups. Registers are those of a thread:
+    of the load role, of the second consumer, and before the roles re-divide them."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_output_buffers: int
+    band: int
+    table_length: int
+    load_registers: int
+    consumer_registers: int
+    entry_registers: int
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Upper bound of what a block needs."""
+        tile = self.block_k * (self.block_m + self.block_n) * ELEMENT_BYTES
+        staging = self.num_output_buffers * self.block_m * PIECE * ELEMENT_BYTES
+        barriers = 2 * 8 * self.num_stages
+        return self.num_stages * tile + staging + 2 * 4 * self.table_length + barriers + COMPILER_BYTES
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The choice: implementation, the hopper kernel's tiles and blocks (None and 0 for others), the reason."""
+
+    implementation: str
+    tiles: TileSizes | None
+    num_programs: int
+    reason: str
+
+    def __str__(self) -> str:
+        if self.tiles is None:
+            return f"{self.implementation}: {self.reason}"
+        tiles = self.tiles
+        shape = f"tiles {tiles.block_m} x {tiles.block_n} x {tiles.block_k}, {tiles.num_stages} stages"
+        return f"{self.implementation}, {shape}, {self.num_programs} blocks: {self.reason}"
+
+
+def supports(implementation: str, problem: Problem, hardware: Hardware) -> str | None:
+    """None where the implementation can run the problem on the hardware, else the reason why it cannot."""
+    if implementation == "hopper":
+        return _hopper_limit(problem, hardware)
+    if implementation == "portable":
+        return _portable_limit(problem, hardware)
+    if hardware.device_type == "cuda":
+        return "it would read offs on the host, and waits for the GPU to do so"
+    return None
+
+
+def pick(problem: Problem, hardware: Hardware, implementation: str | None = None) -> Schedule:
+    """The Schedule of a problem; `implementation` forces one. Raises ValueError where it, or all, cannot run."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if implementation is not None:
+        limit = supports(implementation, problem, hardware)
+        if limit is not None:
+            raise ValueError(f"implementation={implementation!r} cannot run: {limit}")
+        return _schedule(implementation, problem, hardware, "asked for by implementation=")
+    limits = {name: supports(name, problem, hardware) for name in IMPLEMENTATIONS}
+    name = next((name for name in IMPLEMENTATIONS if limits[name] is None), None)
+    if name is None:
+        reasons = "; ".join(f"{name}: {limit}" for name, limit in limits.items())
+        raise ValueError(f"no implementation can run this grouped GEMM: {reasons}")
+    reason = f"the kernel for {hardware.name}"
+    if name != "hopper":
+        reason = f"hopper cannot run: {limits['hopper']}"
+    return _schedule(name, problem, hardware, reason)
+
+
+def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
+    """The tiles of the hopper kernel. A gate counts rows of 128-row blocks, so these are fixed with one."""
+    mean_rows = problem.num_rows / max(problem.num_groups, 1)
+    block_m = CONSUMER_ROWS if mean_rows <= SMALL_GROUP and not problem.has_gate else 2 * CONSUMER_ROWS
+    row_blocks = max(_ceil_div(problem.num_rows, block_m), min(problem.num_groups, problem.num_rows) // 2, 1)
+    is_wide = row_blocks * _ceil_div(problem.num_columns, 256) >= num_sms
+    block_n = 256 if is_wide and problem.num_columns > 128 else 128
+    for num_stages in STAGES:
+        for num_output_buffers in (2, 1):
+            tiles = TileSizes(
+                block_m=block_m,
+                block_n=block_n,
+                block_k=BLOCK_K,
+                num_stages=num_stages,
+                num_output_buffers=num_output_buffers,
+                band=BAND,
+                table_length=table_length(problem.num_groups),
+                load_registers=40 if block_m == 128 else 80,
+                consumer_registers=232 if block_m == 128 else 240,
+                entry_registers=168 if block_m == 128 else 160,
+            )
+            if tiles.shared_memory_bytes <= SHARED_MEMORY:
+                return tiles
+    raise AssertionError("two stages fit for every number of groups that supports() lets through")
+
+
+def table_length(num_groups: int) -> int:
+    """A power of two with room for the groups, the rows behind them, and the end of these."""
+    length = SEARCH
+    while length < num_groups + 2:
+        length *= 2
+    return length
+
+
+def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason: str) -> Schedule:
+    if implementation != "hopper":
+        return Schedule(implementation, None, 0, reason)
+    tiles = hopper_tiles(problem, hardware.num_sms)
+    most_row_blocks = problem.num_rows // tiles.block_m + min(problem.num_groups + 1, problem.num_rows)
+    most_tiles = most_row_blocks * _ceil_div(problem.num_columns, tiles.block_n)
+    return Schedule(implementation, tiles, min(hardware.num_sms, most_tiles), reason)
+
+
+def _hopper_limit(problem: Problem, hardware: Hardware) -> str | None:
+    if hardware.backend != "cuda" or hardware.capability != (9, 0):
+        return f"it needs compute capability 9.0 (Hopper), the device is {hardware.name or hardware.backend}"
+    if not hardware.has_triton:
+        return "Triton is not installed"
+    if problem.dtype not in HALF_DTYPES:
+        return f"it needs bfloat16 or float16, x is {problem.dtype}"
+    if problem.num_groups > MAX_GROUPS:
+        return f"it needs at most {MAX_GROUPS} groups, w has {problem.num_groups}"
+    return None
+
+
+def _portable_limit(problem: Problem, hardware: Hardware) -> str | None:
+    if hardware.device_type in ("cpu", "meta", "mps"):
+        return f"Triton has no compiler for {hardware.device_type} tensors"
+    if not hardware.has_triton:
+        return "Triton is not installed"
+    if hardware.backend == "cuda" and hardware.capability < (8, 0):
+        return f"it needs compute capability 8.0 or newer, the device is {hardware.name}"
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"it needs {', '.join(KERNEL_DTYPES)}, x is {problem.dtype}"
+    if problem.has_gate:
+        return "it has no gates"
+    return None
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
