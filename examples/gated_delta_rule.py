@@ -1,6 +1,6 @@
 """The operator alone: prefill of two packed sequences, then decode, on whatever device there is.
 
-python examples/operator.py
+python examples/gated_delta_rule.py
 """
 
 import torch
