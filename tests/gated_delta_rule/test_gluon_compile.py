@@ -17,10 +17,14 @@ ROOT = Path(__file__).parents[2]
 OTHER_VERSIONS = sorted(path.parent.name for path in (ROOT / ".triton").glob("*/triton"))
 INSTALLED = "installed"
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
-# The scan with 128 values has 208 registers for a thread of its scan role and 32 for one that loads or stores. Outside
+# The scan with 128 values has 216 registers for a thread of its scan role and 32 for one that loads or stores. Outside
 # of loops with an MMA it spills what a piece ends with, the address of the dispatch, what rows behind the end take, and
-# in the store role two operands of TMA that ptxas carries from turn to turn. The versions differ in which.
-MOST_SPILLS = {"scan: V block 128": 24}
+# in the store role two operands of TMA that ptxas carries from turn to turn. The versions differ in which. That of 3.9
+# needs more registers than the others, and reloads one value in the scan role's loop.
+TIGHT = "scan: V block 128"
+MOST_SPILLS = {"3.9.0": 40}
+MOST_SPILLS_ELSEWHERE = 12
+SPILLS_IN_WGMMA_LOOPS = {"3.9.0": 1}
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +68,11 @@ def test_compiles_without_spills(name, version, reports):
     assert version in (INSTALLED, reports[version]["triton"])
     resources = reports[version]["resources"][name]
     assert isinstance(resources, dict), resources
-    most_spills = next((count for start, count in MOST_SPILLS.items() if name.startswith(start)), 0)
+    is_tight = name.startswith(TIGHT)
+    most_spills = MOST_SPILLS.get(version, MOST_SPILLS_ELSEWHERE) if is_tight else 0
     assert resources["local_memory_instructions"] <= most_spills
-    assert resources["spills_in_wgmma_loops"] == 0
-    assert most_spills or resources["stack_bytes"] == 0
+    assert resources["spills_in_wgmma_loops"] <= (SPILLS_IN_WGMMA_LOOPS.get(version, 0) if is_tight else 0)
+    assert is_tight or resources["stack_bytes"] == 0
     assert resources["shared_memory_bytes"] <= SHARED_MEMORY_OF_A_BLOCK
     # ptxas gives every wgmma a group of its own where it serialises them.
     assert 0 < resources["wgmma_groups"] == resources["products"] < resources["wgmma"]

@@ -42,10 +42,6 @@ HARMLESS = {
         (kernel, "drop product wait", "attention_role", 0): "it waits for no product, and stands there for ptxas"
         for kernel in ("scan", "scan 128")
     },
-    **{
-        ("scan 128", "count more", "", number): "barriers of the hand-off of h, which nobody uses"
-        for number in (11, 12)
-    },
     ("roles", "drop barrier", "value_role", 2): (
         "inputs.release follows state_delta.publish, whose barrier came after the last access"
     ),

@@ -13,8 +13,8 @@ Computes (equation numbers of README.md), per chunk:
 
 Roles                 64 values:            128 values:           job
                       warps   registers     warps   registers
-    scan (default)      4       256           8       208         S, U, W, V_d, O
-    attention           4       168           4        64         P_g of the chunks to come; zeros behind the end of V
+    scan (default)      4       256           8       216         S, U, W, V_d, O
+    attention           4       168           4        48         P_g of the chunks to come; zeros behind the end of V
     load_query_key      1        48           1        32         TMA of Q and K; zeros behind the end of K
     load_value          1        48           1        32         TMA of V
     load_prepared       1        48           1        32         TMA of A_g, scale Q K^T and the factors
@@ -77,9 +77,9 @@ from tilecrew.gated_delta_rule.schedule import Schedule
 
 NUM_STAGES = 3  # what 227 KB hold of them, with O, for either block of V, and with S for 64 values
 HALF = gl.constexpr(CHUNK // 2)
-# By block of V, registers of a thread. The scan role gets what is left of an SM's 65,536: with 128 values it needs more
-# than 200, or ptxas serialises its MMAs.
-ATTENTION_REGISTERS = {64: 168, 128: 64}
+# By block of V, registers of a thread. The scan role gets what is left of an SM's 65,536: with 128 values it needs
+# 216, or ptxas serialises its MMAs: that of Triton 3.6 above 200, that of 3.9 above 208.
+ATTENTION_REGISTERS = {64: 168, 128: 48}
 COPY_REGISTERS = {64: 48, 128: 32}
 
 
