@@ -28,6 +28,27 @@ class Hardware:
     name: str = ""
     has_triton: bool = True
 
+    def hopper_limit(self) -> str | None:
+        """None where kernels in Gluon for Hopper run, else the reason why they do not."""
+        if self.backend != "cuda" or self.capability != (9, 0):
+            return f"it needs compute capability 9.0 (Hopper), the device is {self._describe()}"
+        return None if self.has_triton else "Triton is not installed"
+
+    def triton_limit(self) -> str | None:
+        """None where kernels in plain Triton run, else the reason why they do not."""
+        if self.device_type in ("cpu", "meta", "mps"):
+            return f"Triton has no compiler for {self.device_type} tensors"
+        if not self.has_triton:
+            return "Triton is not installed"
+        if self.backend == "cuda" and self.capability < (8, 0):
+            return f"it needs compute capability 8.0 or newer, the device is {self._describe()}"
+        return None
+
+    def _describe(self) -> str:
+        if self.backend != "cuda":
+            return self.name or self.backend
+        return f"{self.name} with {self.capability[0]}.{self.capability[1]}"
+
 
 def hardware_of(device: torch.device | str) -> Hardware:
     """Describes `device`; "cuda" without an index is the current device. The first call per device queries the

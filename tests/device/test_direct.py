@@ -1,19 +1,13 @@
 """Launches by plans, beside Triton's own with the installed version and those under .triton/, on a fake CUDA driver."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
+from tests.tritons import INSTALLED, VERSIONS, output_of, start
 
-ROOT = Path(__file__).parents[2]
-OTHER_VERSIONS = sorted(path.parent.name for path in (ROOT / ".triton").glob("*/triton"))
-INSTALLED = "installed"
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 pytestmark = [
@@ -22,24 +16,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=[INSTALLED, *OTHER_VERSIONS])
+@pytest.fixture(scope="module", params=VERSIONS)
 def report(request, tmp_path_factory):
     version, folder = request.param, tmp_path_factory.mktemp("driver")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder / "cache")}
-    environment.pop("TRITON_INTERPRET", None)
-    if version != INSTALLED:
-        paths = [str(ROOT / ".triton" / version), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.device.direct_launches", str(folder), COMPILER],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert child.returncode == 0, child.stderr
-    report = json.loads(child.stdout)
+    child = start(version, folder / "cache", "tests.device.direct_launches", str(folder), COMPILER)
+    report = json.loads(output_of(version, child))
     assert version in (INSTALLED, report["triton"])
     return report
 

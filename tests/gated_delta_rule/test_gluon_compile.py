@@ -3,19 +3,13 @@ those under .triton/."""
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 from tests.gated_delta_rule.gluon_launches import NAMES
+from tests.tritons import INSTALLED, OTHER_VERSIONS, VERSIONS, output_of_each
 
-ROOT = Path(__file__).parents[2]
-# Folders that `make test` unpacks, named after the version in them.
-OTHER_VERSIONS = sorted(path.parent.name for path in (ROOT / ".triton").glob("*/triton"))
-INSTALLED = "installed"
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
 # The scan with 128 values has 216 registers for a thread of its scan role and 32 for one that loads or stores. Outside
 # of loops with an MMA it spills what a piece ends with, the address of the dispatch, what rows behind the end take, and
@@ -29,28 +23,9 @@ SPILLS_IN_WGMMA_LOOPS = {"3.9.0": 1}
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Version -> what gluon_launches printed. One process a version, all at once, each with a cache of its own."""
-    children = {}
-    for version in (INSTALLED, *OTHER_VERSIONS):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
-        environment.pop("TRITON_INTERPRET", None)
-        if version != INSTALLED:
-            paths = [str(ROOT / ".triton" / version), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-        children[version] = subprocess.Popen(
-            [sys.executable, "-m", "tests.gated_delta_rule.gluon_launches"],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    reports = {}
-    for version, child in children.items():
-        output, errors = child.communicate()
-        assert child.returncode == 0, f"triton {version}:\n{errors}"
-        reports[version] = json.loads(output)
-    return reports
+    """Version -> what gluon_launches printed."""
+    outputs = output_of_each(tmp_path_factory.mktemp, "tests.gated_delta_rule.gluon_launches")
+    return {version: json.loads(output) for version, output in outputs.items()}
 
 
 def test_other_versions_are_there():
@@ -62,7 +37,7 @@ def test_other_versions_are_there():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [INSTALLED, *OTHER_VERSIONS])
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_without_spills(name, version, reports):
     assert version in (INSTALLED, reports[version]["triton"])

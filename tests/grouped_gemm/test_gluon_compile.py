@@ -2,51 +2,25 @@
 schedule counts on; with the installed Triton and with those under .triton/."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 from tests.grouped_gemm.gluon_launches import LAUNCHES
+from tests.tritons import INSTALLED, VERSIONS, output_of_each
 
-ROOT = Path(__file__).parents[2]
-# Folders that `make test` unpacks, named after the version in them.
-OTHER_VERSIONS = sorted(path.parent.name for path in (ROOT / ".triton").glob("*/triton"))
-INSTALLED = "installed"
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Version -> what gluon_launches printed. One process a version, all at once, each with a cache of its own."""
-    children = {}
-    for version in (INSTALLED, *OTHER_VERSIONS):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
-        environment.pop("TRITON_INTERPRET", None)
-        if version != INSTALLED:
-            paths = [str(ROOT / ".triton" / version), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-        children[version] = subprocess.Popen(
-            [sys.executable, "-m", "tests.grouped_gemm.gluon_launches"],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    reports = {}
-    for version, child in children.items():
-        output, errors = child.communicate()
-        assert child.returncode == 0, f"triton {version}:\n{errors}"
-        reports[version] = json.loads(output)
-    return reports
+    """Version -> what gluon_launches printed."""
+    outputs = output_of_each(tmp_path_factory.mktemp, "tests.grouped_gemm.gluon_launches")
+    return {version: json.loads(output) for version, output in outputs.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [INSTALLED, *OTHER_VERSIONS])
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_compiles(name, version, reports):
     assert version in (INSTALLED, reports[version]["triton"])

@@ -6,8 +6,6 @@ one version of Triton: PYTHONPATH chooses it, TRITON_CACHE_DIR must too.
 """
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -17,8 +15,8 @@ import torch
 pytest.importorskip("triton")
 import triton
 
-from tests.gated_delta_rule.test_gluon_compile import INSTALLED, OTHER_VERSIONS, ROOT
 from tests.simulator.conftest import run_under_seeds
+from tests.tritons import INSTALLED, VERSIONS, output_of_each
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
 from tilecrew.testing import random_arguments
 
@@ -65,36 +63,16 @@ def simulate_all():
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Version -> what its child printed. One process a version, all at once, each with a cache of its own."""
-    children = {}
-    for version in (INSTALLED, *OTHER_VERSIONS):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
-        environment.pop("TRITON_INTERPRET", None)
-        if version != INSTALLED:
-            paths = [str(ROOT / ".triton" / version), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-        children[version] = subprocess.Popen(
-            [sys.executable, "-m", "tests.simulator.test_versions"],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    return {version: (child, *child.communicate()) for version, child in children.items()}
-
-
-def report_of(version, reports):
-    child, output, errors = reports[version]
-    assert child.returncode == 0, f"triton {version}:\n{errors}"
-    return json.loads(output)
+    """Version -> what its child printed."""
+    outputs = output_of_each(tmp_path_factory.mktemp, "tests.simulator.test_versions")
+    return {version: json.loads(output) for version, output in outputs.items()}
 
 
 # Missing versions are reported by tests/gated_delta_rule/test_gluon_compile.py.
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [INSTALLED, *OTHER_VERSIONS])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_simulates_what_the_installed_version_does(version, reports):
-    report, expected = report_of(version, reports), report_of(INSTALLED, reports)
+    report, expected = reports[version], reports[INSTALLED]
     assert version in (INSTALLED, report["triton"])
     assert set(report["outputs"]) == {"prepare", "prepare gated", "roles", "scan 64", "scan 128"}
     for kind, outputs in report["outputs"].items():

@@ -1,4 +1,4 @@
-"""Everything of a chunk that does not depend on the state: cumulative gates, norms, and the inverse A.
+"""Everything of a chunk that does not depend on the state: cumulative gates, norms, scores, and the inverse A.
 
 Computes (equation numbers of README.md), per chunk of 64 tokens:
     (1)  g      log decay (from A_log and dt_bias where given), floored at -100, cumulative, in powers of two
@@ -11,13 +11,14 @@ Buffers     inverse [slots, HV, 64, 64] in the input dtype
             the keys, of the queries (the last two only where normalise)
             for the scan: factors [slots, HV, 4, 64] float32, rows in chunk_gates.store_factors;
             scores [slots, H, 64, 64] in the input dtype: scale Q K^T, not masked, norms in it
-Timeline    TMA of K (and Q), the gates meanwhile | norms | K K^T once (wgmma), kept in shared memory | per value head:
-            16x16 diagonal blocks inverted in registers, merged by MMA, stored by TMA under the next head's work
+Timeline    TMA of K (and Q), the gates meanwhile | K K^T (and Q Q^T, whose diagonals are the squares of norms), for the
+            scan Q K^T too, once for all heads | per value head: 16x16 diagonal blocks inverted in registers, merged by
+            MMA, stored by TMA under the next head's work
 
 Precision. Unit keys and beta <= 2 bound every entry of A by 2 (|A_ij| <= beta_i |k_i| |k_j|, see README.md): the
 operands of the inverse's merges are fp16 then. Keys of other sizes can make A as large as (beta |k|^2 - 1)^63; their
 merges run in bf16, each operand split in two parts, and the gates go inside the inverse, which keeps A finite where
-strong gates do.
+strong gates do. For the scan the gates are always inside, and a program whose keys are long finds that out itself.
 
 Rows behind the end of a sequence: beta and norms are 0, the cumulative gate stays, A is the identity.
 Rows of the output behind the last sequence (packed batches) are set to zero by the programs of the slots that cover

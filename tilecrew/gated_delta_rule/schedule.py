@@ -243,10 +243,8 @@ def _portable_block_v(problem: Problem, hardware: Hardware) -> int:
 
 
 def _hopper_limit(problem: Problem, hardware: Hardware) -> str | None:
-    if hardware.backend != "cuda" or hardware.capability != (9, 0):
-        return f"it needs compute capability 9.0 (Hopper), the device is {_describe(hardware)}"
-    if not hardware.has_triton:
-        return "Triton is not installed"
+    if limit := hardware.hopper_limit():
+        return limit
     if problem.dtype not in HALF_DTYPES:
         return f"it needs bfloat16 or float16, q is {problem.dtype}"
     if (problem.key_dim, problem.value_dim) != (HOPPER_DIM, HOPPER_DIM):
@@ -263,20 +261,10 @@ def _hopper_limit(problem: Problem, hardware: Hardware) -> str | None:
 
 def _triton_limit(problem: Problem, hardware: Hardware) -> str | None:
     """Limits of the kernels in plain Triton: portable and recurrent."""
-    if hardware.device_type in ("cpu", "meta", "mps"):
-        return f"Triton has no compiler for {hardware.device_type} tensors"
-    if not hardware.has_triton:
-        return "Triton is not installed"
-    if hardware.backend == "cuda" and hardware.capability < (8, 0):
-        return f"it needs compute capability 8.0 or newer, the device is {_describe(hardware)}"
+    if limit := hardware.triton_limit():
+        return limit
     if problem.dtype not in KERNEL_DTYPES:
         return f"it needs {', '.join(KERNEL_DTYPES)}, q is {problem.dtype}"
     if max(problem.key_dim, problem.value_dim) > MAX_KERNEL_DIM:
         return f"it needs K and V up to {MAX_KERNEL_DIM}, got K = {problem.key_dim}, V = {problem.value_dim}"
     return None
-
-
-def _describe(hardware: Hardware) -> str:
-    if hardware.backend != "cuda":
-        return hardware.name or hardware.backend
-    return f"{hardware.name} with {hardware.capability[0]}.{hardware.capability[1]}"

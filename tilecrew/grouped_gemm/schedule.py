@@ -165,10 +165,8 @@ def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason:
 
 
 def _hopper_limit(problem: Problem, hardware: Hardware) -> str | None:
-    if hardware.backend != "cuda" or hardware.capability != (9, 0):
-        return f"it needs compute capability 9.0 (Hopper), the device is {hardware.name or hardware.backend}"
-    if not hardware.has_triton:
-        return "Triton is not installed"
+    if limit := hardware.hopper_limit():
+        return limit
     if problem.dtype not in HALF_DTYPES:
         return f"it needs bfloat16 or float16, x is {problem.dtype}"
     if problem.num_groups > MAX_GROUPS:
@@ -177,12 +175,8 @@ def _hopper_limit(problem: Problem, hardware: Hardware) -> str | None:
 
 
 def _portable_limit(problem: Problem, hardware: Hardware) -> str | None:
-    if hardware.device_type in ("cpu", "meta", "mps"):
-        return f"Triton has no compiler for {hardware.device_type} tensors"
-    if not hardware.has_triton:
-        return "Triton is not installed"
-    if hardware.backend == "cuda" and hardware.capability < (8, 0):
-        return f"it needs compute capability 8.0 or newer, the device is {hardware.name}"
+    if limit := hardware.triton_limit():
+        return limit
     if problem.dtype not in KERNEL_DTYPES:
         return f"it needs {', '.join(KERNEL_DTYPES)}, x is {problem.dtype}"
     if problem.has_gate:

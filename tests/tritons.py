@@ -1,0 +1,50 @@
+"""The versions of Triton that tests run with: the installed one, and those that `make test` unpacks under .triton/.
+
+A process has one version of Triton: PYTHONPATH chooses it, and each has a cache of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+INSTALLED = "installed"
+# Folders, named after the version in them.
+OTHER_VERSIONS = sorted(path.parent.name for path in (ROOT / ".triton").glob("*/triton"))
+VERSIONS = [INSTALLED, *OTHER_VERSIONS]
+LONGEST_SECONDS = 1800
+
+
+def start(version: str, cache: Path, *arguments: str) -> subprocess.Popen:
+    """`python -m arguments` with that version."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    if version != INSTALLED:
+        paths = [str(ROOT / ".triton" / version), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def output_of(version: str, child: subprocess.Popen) -> str:
+    """What it printed, when it has ended; an AssertionError with its errors where it failed or takes too long."""
+    try:
+        output, errors = child.communicate(timeout=LONGEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        raise AssertionError(f"triton {version}: not done after {LONGEST_SECONDS} s") from None
+    assert child.returncode == 0, f"triton {version}:\n{errors}"
+    return output
+
+
+def output_of_each(make_folder, *arguments: str) -> dict[str, str]:
+    """Version -> what `python -m arguments` printed, all at once. make_folder: pytest's tmp_path_factory.mktemp."""
+    children = {version: start(version, make_folder("cache"), *arguments) for version in VERSIONS}
+    try:
+        return {version: output_of(version, child) for version, child in children.items()}
+    finally:
+        for child in children.values():
+            child.kill()
