@@ -127,12 +127,17 @@ def test_gates_wait_for_another_stream():
     counters = torch.zeros(3, dtype=torch.int32, device="cuda")
     rows, x = x, torch.full_like(x, float("nan"))
     targets = torch.tensor([128, 2, 20], dtype=torch.int32, device="cuda")
-    tilecrew.grouped_gemm(rows, w, offs, gate=CountGate(targets))  # compiled before anything has to wait
+    # What CUDA does once (compile, load, make streams) may wait for running kernels: done before.
+    other = torch.cuda.Stream()
+    tilecrew.grouped_gemm(rows, w, offs, gate=CountGate(targets))
+    with torch.cuda.stream(other):
+        x.copy_(x.clone())
+        counters.copy_(counters.clone())
     torch.cuda.synchronize()
     out = tilecrew.grouped_gemm(x, w, offs, gate=CountGate(counters))
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(other):
         x.copy_(rows)
-        counters.copy_(targets)  # a kernel of its own, behind the copy
+        counters.copy_(targets)  # behind the copy of the rows, and ordered after it by the stream
     torch.cuda.synchronize()
     assert torch.equal(out, plain)
 
