@@ -26,16 +26,19 @@ HOPPER = {
 }
 
 
-def check(result) -> None:
-    for x in vars(result).values():
-        assert x is None or x.isfinite().all()
+def check(result, kernel: str) -> None:
+    for name, x in vars(result).items():
+        if x is not None and not x.isfinite().all():
+            where = (~x.isfinite()).nonzero()
+            first, last = where[0].tolist(), where[-1].tolist()
+            raise AssertionError(f"{kernel}: {name} {tuple(x.shape)} has {len(where)} wrong values, {first} to {last}")
 
 
 def main() -> None:
     sizes = {"num_heads": 1, "num_value_heads": 2, "device": "cuda", **EVERYTHING}
     assert set(HOPPER) == set(KERNELS)
     for kernel, options in HOPPER.items():
-        check(run_kernel(random_arguments(**{"dtype": torch.bfloat16, **sizes, **options}), kernel))
+        check(run_kernel(random_arguments(**{"dtype": torch.bfloat16, **sizes, **options}), kernel), kernel)
     whole = random_arguments(2, 130, dtype=torch.bfloat16, **sizes)
     # Sequence 0 is one piece, sequence 1 is not served: its outputs stay uninitialised.
     for kernel in ("roles 64", "scan 64", "scan 128"):
@@ -44,9 +47,10 @@ def main() -> None:
     # the roles, which Triton's dispatch orders by barriers that racecheck does not connect.
     for options in (PACKED, {"num_tokens": 130, "batch": 2}) if "--pieces" in sys.argv else ():
         arguments = random_arguments(**{"dtype": torch.bfloat16, **sizes, **options})
-        check(kernel_forward_scan.forward(arguments, Schedule("scan", 64, 64, "test", chunks_per_piece=1)))
+        check(kernel_forward_scan.forward(arguments, Schedule("scan", 64, 64, "test", chunks_per_piece=1)), "pieces")
     for dtype, dim in ((torch.bfloat16, 128), (torch.float32, 20)):
-        check(run_portable(random_arguments(**PACKED, **sizes, dtype=dtype, key_dim=dim, value_dim=dim)))
+        arguments = random_arguments(**PACKED, **sizes, dtype=dtype, key_dim=dim, value_dim=dim)
+        check(run_portable(arguments), f"portable {dim}")
     for num_tokens, dims in ((1, (128, 128)), (3, (20, 12))):
         pool = {"pool": [2, -1, 0], "inplace_state": True, "output_final_state": True}
         arguments = random_recurrent_arguments(
