@@ -1,5 +1,5 @@
-"""The command line: `tilecrew demo`, `bench`, `simulate` and `doctor`. Without the extra `cli`, `main` says what is
-missing."""
+"""The command line: `tilecrew demo`, `bench`, `simulate`, `trace` and `doctor`. Without the extra `cli`, `main` says
+what is missing."""
 
 import importlib
 import importlib.metadata
@@ -9,6 +9,8 @@ import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+from tilecrew.trace.command import add_trace
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +80,7 @@ def build_app() -> Any:
 
     add_bench(app)
     add_simulate(app)
+    add_trace(app)
 
     @app.command()
     def doctor() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from tests.gated_delta_rule.kernel_checks import assert_within
 from tests.gated_delta_rule.yardsticks import rounded_chunks
+from tests.shared_memory import fill_with_nan
 from tilecrew.gated_delta_rule import reference
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.schedule import Schedule
@@ -58,6 +59,22 @@ def run_pieces(arguments: ForwardArguments, kernel: str, pieces: list[tuple[int,
         prepared = kernel_prepare.allocate(arguments)
         kernel_prepare.launch(arguments, prepared, result.o).run()
         kernel_forward_roles.launch(arguments, prepared, result, block_of(kernel), rows).run()
+    return result
+
+
+def run_with_nan_in_shared_memory(arguments: ForwardArguments, kernel: str) -> ForwardResult:
+    """As `run_kernel`, with NaN left in all shared memory before each of the two launches."""
+    from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
+
+    arguments = for_kernel(arguments, kernel)
+    result = kernel_forward_roles.allocate_result(arguments)
+    allocate = kernel_prepare.allocate_gated if is_scan(kernel) else kernel_prepare.allocate
+    module = kernel_forward_scan if is_scan(kernel) else kernel_forward_roles
+    prepared = allocate(arguments)
+    fill_with_nan()
+    kernel_prepare.launch(arguments, prepared, result.o).run()
+    fill_with_nan()
+    module.launch(arguments, prepared, result, block_of(kernel)).run()
     return result
 
 

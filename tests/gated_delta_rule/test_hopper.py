@@ -14,6 +14,7 @@ from tests.gated_delta_rule.hopper_checks import (
     has_h,
     run_kernel,
     run_pieces,
+    run_with_nan_in_shared_memory,
 )
 from tests.gated_delta_rule.kernel_checks import (
     FLOOR,
@@ -68,6 +69,15 @@ def test_norms_and_gates_inside(num_tokens, normalise, dtype):
 def test_packed_sequences_with_nan_in_the_tail(dtype, index_dtype, state_v_first):
     arguments = with_nan_tail(problem(**PACKED, dtype=dtype, state_v_first=state_v_first))
     check_kernels(replace(arguments, cu_seqlens=arguments.cu_seqlens.to(index_dtype)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("normalise", [False, True])
+def test_what_others_left_in_shared_memory_is_not_read(normalise, kernel):
+    arguments = with_nan_tail(problem(**PACKED, use_qk_l2norm=normalise, normalised=not normalise))
+    expected = run_kernel(arguments, kernel)
+    for _ in range(10):
+        assert_same_bits(run_with_nan_in_shared_memory(arguments, kernel), expected)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as warpgroup_mma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
+from triton.language.core import builtin as builtin
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
 

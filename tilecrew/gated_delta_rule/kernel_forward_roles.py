@@ -66,6 +66,7 @@ from tilecrew.device.descriptors import matrix_descriptor, token_descriptor
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, operand_layout
 from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, zero_rows
+from tilecrew.device.trace import switch_scope
 from tilecrew.gated_delta_rule import kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.chunk_gates import gate_mask
@@ -245,19 +246,26 @@ def state_role(tiles, crew, walk, S, config: gl.constexpr):
     dtype: gl.constexpr = tiles.state.dtype
     for i in range(walk.num_chunks):
         # B: publish S. The value role has read the one before, or V' of that chunk would not have come.
+        switch_scope("state", None, "wait readers")
         crew.state.acquire(i)
+        switch_scope("state", "wait readers", "S out")
         tiles.state.store(S.to(dtype))
         crew.state.publish()
         # C: S <- gamma_C S; behind the end of a sequence the cumulative gate stays: the last row is always gamma_C
+        switch_scope("state", "S out", "wait inputs")
         crew.inputs.wait(i)
+        switch_scope("state", "wait inputs", "gamma_C S")
         stage = crew.inputs.stage(i)
         log2_decay = tiles.gate_vectors(stage).index(0)
         S = S * exp2(scalar(log2_decay, CHUNK - 1, gl.SliceLayout(0, layout)))
         # F: S <- S + K^T V'   (7)
+        switch_scope("state", "gamma_C S", "wait V'")
         crew.state_delta.wait(i)
+        switch_scope("state", "wait V'", "S")
         S = warpgroup_mma(tiles.key_matrix(stage).permute((1, 0)), tiles.state_delta, S, is_async=True)
         S = warpgroup_mma_wait(0, deps=(S,))
         crew.inputs.release(i)
+        switch_scope("state", "S", None)
     return (S,)
 
 
@@ -269,7 +277,9 @@ def value_role(tiles, crew, walk, config: gl.constexpr):
     dtype: gl.constexpr = tiles.state.dtype
     for i in range(walk.num_chunks):
         # A, B: gamma = e^g and e^{g_C - g}, while S is on its way
+        switch_scope("value", None, "wait inputs")
         crew.inputs.wait(i)
+        switch_scope("value", "wait inputs", "gamma")
         stage = crew.inputs.stage(i)
         gates = tiles.gate_vectors(stage)
         log2_decay = gates.index(0).load(row)
@@ -285,7 +295,9 @@ def value_role(tiles, crew, walk, config: gl.constexpr):
             V = value.load(layout)
             value.store(gl.where(gates.index(1).load(row)[:, None] != 0.0, V, gl.zeros_like(V)))
         # C: U = K S;  W = V - gamma o U   (4)
+        switch_scope("value", "gamma", "wait S")
         crew.state.wait(i)
+        switch_scope("value", "wait S", "U, W")
         U = gl.zeros([CHUNK, BV], gl.float32, layout)
         U = warpgroup_mma(tiles.key_matrix(stage), tiles.state, U, use_acc=False, is_async=True)
         V = value.load(layout).to(gl.float32)
@@ -294,18 +306,23 @@ def value_role(tiles, crew, walk, config: gl.constexpr):
         fence_async_shared()
         barrier()
         # D: V_d = A_g W   (5)
+        switch_scope("value", "U, W", "wait A_g")
         crew.gated_inverse.wait(i)
+        switch_scope("value", "wait A_g", "V_d")
         V_d = gl.zeros([CHUNK, BV], gl.float32, layout)
         V_d = warpgroup_mma(tiles.inverse.index(stage), tiles.residual, V_d, use_acc=False, is_async=True)
         V_d = warpgroup_mma_wait(0, deps=(V_d,))
+        switch_scope("value", "V_d", "V' out")
         # E: V' = e^{g_C - g} o V_d   (5), before V_d, because the state waits for it
         tiles.state_delta.store((V_d * to_end[:, None]).to(dtype))
         crew.state_delta.publish()
+        switch_scope("value", "V' out", "V_d out")
         crew.inputs.release(i)
         if config.normalise:  # P_g has a column for every key
             V_d = V_d * key_norm[:, None]
         tiles.value_delta.store(V_d.to(dtype))
         crew.value_delta.publish()
+        switch_scope("value", "V_d out", None)
 
 
 @gluon.jit
@@ -315,7 +332,9 @@ def output_role(tiles, crew, walk, scale, config: gl.constexpr):
     layout: gl.constexpr = accumulator_layout(BV)
     dtype: gl.constexpr = tiles.state.dtype
     for i in range(walk.num_chunks):
+        switch_scope("output", None, "wait inputs")
         crew.inputs.wait(i)
+        switch_scope("output", "wait inputs", "P, A_g")
         stage = crew.inputs.stage(i)
         gates = tiles.gate_vectors(stage)
         query = tiles.query_matrix(stage)
@@ -338,7 +357,9 @@ def output_role(tiles, crew, walk, scale, config: gl.constexpr):
         # C: Q S   (6); D: P_g = scale G o P   (3), while it runs where the registers hold P and O at once
         if BV == 128:
             P_g = gl.convert_layout((P * G * row_scale).to(dtype), operand_layout(layout, 0))
+        switch_scope("output", "P, A_g", "wait S")
         crew.state.wait(i)
+        switch_scope("output", "wait S", "Q S, P_g")
         O = gl.zeros([CHUNK, BV], gl.float32, layout)
         O = warpgroup_mma(query, tiles.state, O, use_acc=False, is_async=True)
         if BV < 128:
@@ -348,20 +369,27 @@ def output_role(tiles, crew, walk, scale, config: gl.constexpr):
         crew.inputs.release(i)
         # E: O = scale gamma o (Q S) + P_g V_d   (6)
         O = O * gamma[:, None]
+        switch_scope("output", "Q S, P_g", "wait V_d")
         crew.value_delta.wait(i)
+        switch_scope("output", "wait V_d", "O")
         O = warpgroup_mma(P_g, tiles.value_delta, O, is_async=True)
         O = warpgroup_mma_wait(0, deps=(O,))
         # F: hand O on
+        switch_scope("output", "O", "wait store")
         crew.output.acquire(i)
+        switch_scope("output", "wait store", "O out")
         tiles.output_matrix(BV).store(O.to(dtype))
         crew.output.publish()
+        switch_scope("output", "O out", None)
 
 
 @gluon.jit
 def load_query_key_role(tiles, crew, walk, q_desc, k_desc, config: gl.constexpr):
     head = walk.head // config.value_heads_per_head
     for i in range(walk.num_chunks):
+        switch_scope("load_query_key", None, "wait empty")
         full = crew.inputs.acquire(i)
+        switch_scope("load_query_key", "wait empty", "issue")
         stage = crew.inputs.stage(i)
         coordinates = [walk.batch, walk.token(i), head, 0]
         if walk.tokens_left(i) < CHUNK:
@@ -376,26 +404,33 @@ def load_query_key_role(tiles, crew, walk, q_desc, k_desc, config: gl.constexpr)
             mbarrier.expect(full, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
             tma_load(k_desc, coordinates, full, tiles.key.index(stage))
             tma_load(q_desc, coordinates, full, tiles.query.index(stage))
+        switch_scope("load_query_key", "issue", None)
 
 
 @gluon.jit
 def load_value_role(tiles, crew, walk, v_desc, config: gl.constexpr):
     for i in range(walk.num_chunks):
+        switch_scope("load_value", None, "wait empty")
         full = crew.inputs.acquire(i)
+        switch_scope("load_value", "wait empty", "issue")
         stage = crew.inputs.stage(i)
         coordinates = [walk.batch, walk.token(i), walk.head, walk.value_offset]
         load_tile(v_desc, coordinates, full, tiles.value.index(stage))
+        switch_scope("load_value", "issue", None)
 
 
 @gluon.jit
 def load_inverse_role(tiles, crew, walk, inverse_desc, gates_desc, config: gl.constexpr):
     for i in range(walk.num_chunks):
+        switch_scope("load_inverse", None, "wait empty")
         full = crew.inputs.acquire(i)
+        switch_scope("load_inverse", "wait empty", "issue")
         stage = crew.inputs.stage(i)
         row = walk.slot_head(i, config.num_value_heads)
         mbarrier.expect(full, inverse_desc.block_type.nbytes + gates_desc.block_type.nbytes)
         tma_load(gates_desc, [row * GATE_ROWS, 0], full, tiles.gates.index(stage))
         tma_load(inverse_desc, [row * CHUNK, 0], full, tiles.inverse.index(stage))
+        switch_scope("load_inverse", "issue", None)
 
 
 @gluon.jit
@@ -414,7 +449,9 @@ def store_role(tiles, crew, walk, o_desc, h_desc, output_pointer, config: gl.con
             tma_store(h_desc, [row, walk.value_offset], tiles.state)
             tma_store_wait(0)
             crew.state.release()
+        switch_scope("store", None, "wait O")
         crew.output.wait(i)
+        switch_scope("store", "wait O", "O")
         if walk.tokens_left(i) < CHUNK:
             TOKEN_STRIDE: gl.constexpr = config.num_value_heads * DIM
             first = output_pointer + (i * CHUNK).to(gl.int64) * TOKEN_STRIDE
@@ -423,3 +460,4 @@ def store_role(tiles, crew, walk, o_desc, h_desc, output_pointer, config: gl.con
             tma_store(o_desc, [walk.batch, walk.token(i), walk.head, walk.value_offset], tiles.output)
             tma_store_wait(0)
         crew.output.release()
+        switch_scope("store", "O", None)

@@ -64,6 +64,7 @@ from tilecrew.device.descriptors import matrix_descriptor, token_descriptor
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, operand_layout
 from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, wait_for_kernel_before, zero_rows
+from tilecrew.device.trace import switch_scope
 from tilecrew.device.triangular import causal
 from tilecrew.gated_delta_rule import context_parallel, kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
@@ -238,20 +239,25 @@ def scan_role(tiles, crew, walk, S, config: gl.constexpr):
             crew.state.acquire(i)
             tiles.state.permute((1, 0)).store(S.to(dtype))
             crew.state.publish()
+        switch_scope("scan", None, "wait inputs")
         crew.inputs.wait(i)
+        switch_scope("scan", "wait inputs", "U")
         stage = crew.inputs.stage(i)
         key = tiles.key_matrix(stage)
         # (4)
         state = gl.convert_layout(S.to(dtype), operand_layout(square, 0))
         U = gl.zeros([BLOCK_V, CHUNK], gl.float32, square)
         U = warpgroup_mma(state, key.permute((1, 0)), U, use_acc=False, is_async=True)
+        switch_scope("scan", "U", "wait P_g")
         crew.wait_attention(i)
+        switch_scope("scan", "wait P_g", "W")
         factors = tiles.factor_vectors(stage)
         V = tiles.value_matrix(stage).permute((1, 0)).load(square).to(gl.float32)
         gamma = factors.index(1).load(tokens)
         S = S * exp2(scalar(factors.index(0), CHUNK - 1, gl.SliceLayout(0, wide)))
         U = warpgroup_mma_wait(0, deps=(U,))
         W = gl.convert_layout((V - gamma[None, :] * U).to(dtype), operand_layout(square, 0))
+        switch_scope("scan", "W", "V_d, Q S")
         # (5)
         V_d = gl.zeros([BLOCK_V, CHUNK], gl.float32, square)
         A_g = tiles.gated_inverse.index(stage).permute((1, 0))
@@ -260,6 +266,7 @@ def scan_role(tiles, crew, walk, S, config: gl.constexpr):
         Q_S = warpgroup_mma(state, tiles.query_matrix(stage).permute((1, 0)), Q_S, use_acc=False, is_async=True)
         to_end = factors.index(3).load(tokens)
         V_d, W = warpgroup_mma_wait(1, deps=(V_d, W))
+        switch_scope("scan", "V_d, Q S", "S, O")
         # (7), (6)
         delta = gl.convert_layout((V_d * to_end[None, :]).to(dtype), operand_layout(wide, 0))
         S = warpgroup_mma(delta, key, S, is_async=True)
@@ -268,10 +275,14 @@ def scan_role(tiles, crew, walk, S, config: gl.constexpr):
         O = Q_S * factors.index(2).load(tokens)[None, :]
         P_g = tiles.attention.index(stage).permute((1, 0))
         O = warpgroup_mma(V_d, P_g, O, is_async=True)
+        switch_scope("scan", "S, O", "wait store")
         crew.acquire_output(i)
+        switch_scope("scan", "wait store", "S, O done")
         S, O, delta, V_d = warpgroup_mma_wait(0, deps=(S, O, delta, V_d))
+        switch_scope("scan", "S, O done", "O out")
         tiles.output_matrix().permute((1, 0)).store(O.to(dtype))
         crew.finish_chunk(i)
+        switch_scope("scan", "O out", None)
     return (S,)
 
 
@@ -284,7 +295,9 @@ def attention_role(tiles, crew, walk, config: gl.constexpr):
     # MMAs.
     warpgroup_mma_wait(0, deps=(gl.zeros([CHUNK, 8], gl.float32, accumulator_layout(8)),))
     for i in range(walk.num_chunks):
+        switch_scope("attention", None, "wait inputs")
         crew.inputs.wait(i)
+        switch_scope("attention", "wait inputs", "P_g")
         stage = crew.inputs.stage(i)
         g = tiles.factor_vectors(stage).index(0)
         # (3)
@@ -301,13 +314,16 @@ def attention_role(tiles, crew, walk, config: gl.constexpr):
             row = gl.arange(0, CHUNK, rows)[:, None]
             value.store(gl.where(row < walk.tokens_left(i), V, gl.zeros_like(V)))
         crew.publish_attention(i)
+        switch_scope("attention", "P_g", None)
 
 
 @gluon.jit
 def load_query_key_role(tiles, crew, walk, q_desc, k_desc, config: gl.constexpr):
     head = walk.head // config.value_heads_per_head
     for i in range(walk.num_chunks):
+        switch_scope("load_query_key", None, "wait empty")
         full = crew.inputs.acquire(i)
+        switch_scope("load_query_key", "wait empty", "issue")
         stage = crew.inputs.stage(i)
         coordinates = [walk.batch, walk.token(i), head, 0]
         if walk.tokens_left(i) < CHUNK:
@@ -324,15 +340,19 @@ def load_query_key_role(tiles, crew, walk, q_desc, k_desc, config: gl.constexpr)
             mbarrier.expect(full, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
             tma_load(k_desc, coordinates, full, tiles.key.index(stage))
             tma_load(q_desc, coordinates, full, tiles.query.index(stage))
+        switch_scope("load_query_key", "issue", None)
 
 
 @gluon.jit
 def load_value_role(tiles, crew, walk, v_desc, config: gl.constexpr):
     for i in range(walk.num_chunks):
+        switch_scope("load_value", None, "wait empty")
         full = crew.inputs.acquire(i)
+        switch_scope("load_value", "wait empty", "issue")
         mbarrier.expect(full, v_desc.block_type.nbytes)
         coordinates = [walk.batch, walk.token(i), walk.head, walk.value_offset]
         tma_load(v_desc, coordinates, full, tiles.value.index(crew.inputs.stage(i)))
+        switch_scope("load_value", "issue", None)
 
 
 @gluon.jit
@@ -342,7 +362,9 @@ def load_prepared_role(tiles, crew, walk, descs, config: gl.constexpr):
     head = walk.head // config.value_heads_per_head
     wait_for_kernel_before()
     for i in range(walk.num_chunks):
+        switch_scope("load_prepared", None, "wait empty")
         full = crew.inputs.acquire(i)
+        switch_scope("load_prepared", "wait empty", "issue")
         stage = crew.inputs.stage(i)
         row = walk.slot_head(i, config.num_value_heads)
         mbarrier.expect(
@@ -352,6 +374,7 @@ def load_prepared_role(tiles, crew, walk, descs, config: gl.constexpr):
         tma_load(inverse_desc, [row * CHUNK, 0], full, tiles.gated_inverse.index(stage))
         score_row = ((walk.first_slot + i) * NUM_HEADS + head) * CHUNK
         tma_load(scores_desc, [score_row, 0], full, tiles.attention.index(stage))
+        switch_scope("load_prepared", "issue", None)
 
 
 @gluon.jit
@@ -363,11 +386,14 @@ def store_role(tiles, crew, walk, o_desc, h_desc, output_pointer, config: gl.con
             tma_store(h_desc, [row, walk.value_offset], tiles.state)
             tma_store_wait(0)
             crew.state.release()
+        switch_scope("store", None, "wait O")
         crew.inputs.wait_released(i)
+        switch_scope("store", "wait O", "O")
         if walk.tokens_left(i) >= CHUNK:
             tma_store(o_desc, [walk.batch, walk.token(i), walk.head, walk.value_offset], tiles.output)
             tma_store_wait(0)
             crew.release_output()
+        switch_scope("store", "O", None)
     # Behind the loop, whose every turn would else have the registers of this.
     last = walk.num_chunks - 1
     if walk.tokens_left(last) < CHUNK:
