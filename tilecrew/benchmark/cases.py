@@ -62,7 +62,10 @@ class ForwardCase:
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One token for each of `num_sequences` sequences, the float32 state updated in place."""
+    """One token for each of `num_sequences` sequences, the float32 state updated in place, in each of several layers.
+
+    num_layers    as many as Qwen3-Next has, or as have 2 GiB of state: more than an L2 cache holds in any case
+    """
 
     num_sequences: int
     num_heads: int = 16
@@ -71,6 +74,15 @@ class DecodeCase:
     @property
     def name(self) -> str:
         return f"{self.num_sequences}, {self.num_heads}/{self.num_value_heads}"
+
+    @property
+    def num_layers(self) -> int:
+        return min(36, max(1, 2**31 // self.state_bytes))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one layer."""
+        return 4 * self.num_sequences * self.num_value_heads * DIM * DIM
 
     def arguments(self, dtype: torch.dtype, device: torch.device) -> RecurrentArguments:
         arguments = random_arguments(
@@ -98,7 +110,7 @@ class DecodeCase:
         """The time to read and write the float32 states once."""
         if device_name not in PEAKS:
             return None
-        return 1e3 * 2 * 4 * self.num_sequences * self.num_value_heads * DIM * DIM / PEAKS[device_name][1]
+        return 1e3 * 2 * self.state_bytes / PEAKS[device_name][1]
 
 
 FORWARD = {

@@ -21,6 +21,7 @@ from tilecrew.gated_delta_rule.schedule import pick_recurrent
 from tilecrew.testing import as_float64
 
 OURS = "tilecrew"
+EMPTY = "empty kernel"
 # Norm of the difference over the norm of the truth, largest over heads; bfloat16 kernels have 3e-3 to 5e-3.
 LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 1e-4}
 ROUNDS = 3
@@ -96,14 +97,35 @@ def measure_forward(
 
 
 def measure_decode(case: DecodeCase, dtype: torch.dtype, device: torch.device, seconds: float) -> list[Row]:
-    """tilecrew's decode, the state in place."""
+    """tilecrew's decode, the state in place.
+
+    On a GPU the graph holds a call for each of several layers, with states of their own, as a model's step does: times
+    are those of one layer. Beside it stands a kernel that does nothing, in a graph of as many.
+    """
     arguments = case.arguments(dtype, device)
     schedule = pick_recurrent(recurrent_operators.recurrent_problem_of(arguments), hardware_of(device))
     truth = recurrent.forward(_recurrent_as_float64(arguments))
     floor = case.floor_milliseconds(hardware_of(device).name)
     place = ("decode", case.name, False, floor)
     call = lambda: recurrent_operators.recurrent_forward(arguments, None)  # noqa: E731
-    return _rows({OURS: call}, {}, truth, str(schedule), place, dtype, seconds)
+    rows = _rows({OURS: call}, {}, truth, str(schedule), place, dtype, seconds)
+    if device.type != "cuda" or rows[0].refused:
+        return rows
+    layers = [arguments, *(case.arguments(dtype, device) for _ in range(case.num_layers - 1))]
+
+    def every_layer() -> None:
+        for layer in layers:
+            recurrent_operators.recurrent_forward(layer, None)
+
+    def nothing() -> None:
+        for _ in layers:
+            torch.cuda._sleep(0)
+
+    graphs = {OURS: captured(every_layer), EMPTY: captured(nothing)}
+    times = in_turn({name: run for name, run in graphs.items() if run is not None}, device, seconds)
+    per_layer = {name: milliseconds / len(layers) for name, milliseconds in times.items()}
+    empty = Row("decode", case.name, False, EMPTY, "", per_layer.get(EMPTY), None, 0.0, None, "")
+    return [dataclasses.replace(rows[0], graph_milliseconds=per_layer.get(OURS)), empty]
 
 
 def _rows(
@@ -148,7 +170,7 @@ def _rows(
     ]
 
 
-def captured(call: Call) -> Callable[[], None] | None:
+def captured(call: Callable[[], object]) -> Callable[[], None] | None:
     """The replay of a CUDA graph of the call, or None where it cannot be captured (a synchronisation, for example)."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
