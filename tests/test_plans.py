@@ -3,6 +3,8 @@
 import ctypes
 import functools
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -141,6 +143,16 @@ def test_an_error_inside_a_recording_ends_it():
     with pytest.raises(ZeroDivisionError), Recording(()):
         _ = 1 // 0
     assert active_recording() is None
+
+
+def test_a_recording_does_not_load_torchs_compiler():
+    program = """
+import sys, torch, tilecrew._plans
+with tilecrew._plans.Recording([]):
+    torch.empty(3)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_second_call_is_recorded():

@@ -100,6 +100,11 @@ class Recording(TorchDispatchMode):
         self._launches: list[Callable[[Locate], RepeatableLaunch]] = []
         self._refusal: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler, seconds of work, to keep it out of calls that it never traces."""
+        return False
+
     def __enter__(self) -> "Recording":
         _RECORDINGS.active = self
         return super().__enter__()

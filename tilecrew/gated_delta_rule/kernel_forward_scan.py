@@ -66,7 +66,7 @@ from tilecrew.device.mma import accumulator_layout, operand_layout
 from tilecrew.device.tiles import exp2, opaque, scalar, store_rows, wait_for_kernel_before, zero_rows
 from tilecrew.device.trace import switch_scope
 from tilecrew.device.triangular import causal
-from tilecrew.gated_delta_rule import context_parallel, kernel_prepare
+from tilecrew.gated_delta_rule import kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS
 from tilecrew.gated_delta_rule.chunk_state import load_state, state_pointer, store_state
@@ -116,6 +116,9 @@ def run_prepared(arguments: ForwardArguments, schedule: Schedule, prepared: Prep
     schedule cuts sequences into them."""
     pieces = None
     if schedule.chunks_per_piece:
+        # Here, because importing its kernels takes a tenth of a second that most calls need not spend.
+        from tilecrew.gated_delta_rule import context_parallel
+
         plan = context_parallel.plan(arguments, schedule.chunks_per_piece)
         pieces = context_parallel.table(arguments, plan)
         states = context_parallel.input_states(arguments, prepared, plan, pieces, arguments.history_tolerance)
