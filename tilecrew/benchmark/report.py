@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tilecrew.benchmark.measure import EMPTY, OURS, Row
+from tilecrew.benchmark.measure import BESIDE, OURS, Row
 
 COLUMNS = ("operator", "case", "norms", "library", "graph ms", "eager ms", "to best other", "of floor", "error")
 
@@ -22,7 +22,7 @@ def groups(rows: Iterable[Row]) -> dict[tuple[str, str, bool], list[Row]]:
 def ratio_to_best_other(rows: list[Row]) -> float | None:
     """Time of the fastest other library over tilecrew's, of one problem; None where either has no time."""
     ours = [row.milliseconds for row in rows if row.name == OURS and row.milliseconds is not None]
-    others = [row.milliseconds for row in rows if row.name not in (OURS, EMPTY) and row.milliseconds is not None]
+    others = [row.milliseconds for row in rows if row.name not in (OURS, *BESIDE) and row.milliseconds is not None]
     return min(others) / ours[0] if ours and others else None
 
 
