@@ -25,7 +25,7 @@ POLLS_BETWEEN_CHECKS = tl.constexpr(64)
 
 
 @triton.jit
-def load_acquire(pointer, SCOPE: tl.constexpr = "gpu"):
+def load_acquire(pointer, SCOPE: tl.constexpr):
     """The flag, loaded by every thread: later loads of each see what was written before the release."""
     tl.static_assert(SCOPE == "gpu" or SCOPE == "sys", "SCOPE must be 'gpu' or 'sys'")
     PTX: tl.constexpr = "ld.acquire." + SCOPE + ".global.b32 $0, [$1];"
@@ -33,7 +33,7 @@ def load_acquire(pointer, SCOPE: tl.constexpr = "gpu"):
 
 
 @triton.jit
-def store_release(pointer, value, SCOPE: tl.constexpr = "gpu"):
+def store_release(pointer, value, SCOPE: tl.constexpr):
     """Writes the flag. One lane of each warp of the role stores the same value: for flags with one writer."""
     tl.static_assert(SCOPE == "gpu" or SCOPE == "sys", "SCOPE must be 'gpu' or 'sys'")
     # An ordinary store, no exchange: between GPUs not every link carries atomics.
@@ -46,13 +46,13 @@ def store_release(pointer, value, SCOPE: tl.constexpr = "gpu"):
 
 
 @triton.jit
-def add_release(pointer, value, SCOPE: tl.constexpr = "gpu"):
+def add_release(pointer, value, SCOPE: tl.constexpr):
     """Adds to a counter on the own GPU, once for the role."""
     tl.atomic_add(pointer, value, sem="release", scope=SCOPE)
 
 
 @triton.jit
-def add_acquire_release(pointer, value, SCOPE: tl.constexpr = "gpu"):
+def add_acquire_release(pointer, value, SCOPE: tl.constexpr):
     """Adds to a counter on the own GPU, once for the role, and tells all its threads what it was before.
 
     An election: who sees the count of all others is the last, and sees what they wrote before they added.
@@ -61,7 +61,7 @@ def add_acquire_release(pointer, value, SCOPE: tl.constexpr = "gpu"):
 
 
 @triton.jit
-def fence(SCOPE: tl.constexpr = "gpu"):
+def fence(SCOPE: tl.constexpr):
     """Orders what each thread did before it against what it does behind it."""
     tl.static_assert(SCOPE == "gpu" or SCOPE == "sys", "SCOPE must be 'gpu' or 'sys'")
     PTX: tl.constexpr = "fence.acq_rel." + SCOPE + "; mov.u32 $0, 0;"
@@ -93,18 +93,33 @@ def trap():
 
 
 @triton.jit
+def largest_in_warp(value):
+    """The largest of an int32 that the lanes of a warp may know differently; all lanes get it."""
+    PTX: tl.constexpr = "redux.sync.max.s32 $0, $1, 0xffffffff;"
+    return tl.inline_asm_elementwise(PTX, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def peer_pointer(pointer, offsets, rank):
+    """Where `pointer`, into this rank's part of a parallel tensor, points in that of `rank`. offsets: one int64 for
+    each rank, in bytes."""
+    address = pointer.to(tl.int64) + tl.load(offsets + rank)
+    return address.to(pointer.dtype)
+
+
+@triton.jit
 def is_reached(seen, target):
     """seen >= target for numbers that wrap around."""
     return seen - target >= 0
 
 
 @triton.jit
-def wait_until_reached(pointer, target, abort, timeout, SCOPE: tl.constexpr = "gpu"):
+def wait_until_reached(pointer, target, abort, timeout, SCOPE: tl.constexpr):
     """Spins until the flag has reached the target -> (REACHED, TIMED_OUT or ABORTED, the flag as last seen).
 
     abort: an int32 cell; where it is not 0 the wait ends. It is also looked at first: behind a failed wait none is
-    long. timeout: nanoseconds. Threads of one role may get different answers when time runs out: whatever they do next
-    must not branch around a barrier.
+    long. timeout: nanoseconds. All lanes of a warp get the same answer. Two warps of a role may get different ones when
+    time runs out: what they do next must not branch around a barrier.
     """
     start = nanoseconds()
     status = REACHED.value
@@ -123,4 +138,5 @@ def wait_until_reached(pointer, target, abort, timeout, SCOPE: tl.constexpr = "g
         seen = load_acquire(pointer, SCOPE)
     if is_reached(seen, target) & (status == TIMED_OUT.value):
         status = REACHED.value  # at the last moment
-    return status, seen
+    # Lanes may have left the loop one by one. What the first of them missed is what all report.
+    return largest_in_warp(status), target - largest_in_warp(target - seen)

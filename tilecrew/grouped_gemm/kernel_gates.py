@@ -13,11 +13,11 @@ def no_gate(row_block, num_rows, tensors):
 def count_gate(row_block, num_rows, tensors):
     """tensors: counters, and the longest wait in nanoseconds."""
     counter = tensors[0] + row_block
-    count = load_acquire(counter)
+    count = load_acquire(counter, "gpu")
     start = nanoseconds()
     while count < num_rows:
         if nanoseconds() - start > tensors[1]:
             trap()
-        count = load_acquire(counter)
+        count = load_acquire(counter, "gpu")
     # The rows came by ordinary stores or by copies of others; TMA reads them through the asynchronous proxy.
     fence_proxy_async()
