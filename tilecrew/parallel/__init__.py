@@ -1,8 +1,10 @@
 """Ranks that work together: worlds, tensors that every rank can address, signals between ranks, and what is built on
 them."""
 
+from tilecrew.parallel.all_gather_gemm import AllGatherGemm as AllGatherGemm
 from tilecrew.parallel.control import Record as Record
 from tilecrew.parallel.control import WaitError as WaitError
+from tilecrew.parallel.gemm_reduce_scatter import GemmReduceScatter as GemmReduceScatter
 from tilecrew.parallel.launch import ProcessesError as ProcessesError
 from tilecrew.parallel.launch import run_processes as run_processes
 from tilecrew.parallel.signal import Signals as Signals

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tilecrew.parallel.control import (
     ABORT,
     BARRIER_SLOT,
@@ -13,6 +15,7 @@ from tilecrew.parallel.control import (
     Record,
     as_int32,
     barrier_offset,
+    control_length,
     is_reached,
     record_offset,
 )
@@ -27,6 +30,18 @@ _FIRST, _SECOND = threading.Lock(), threading.Lock()
 def kernels() -> Any:
     """The module of device code, loaded by who launches it."""
     return importlib.import_module("tilecrew.parallel.kernel_signal")
+
+
+def load(world: "World") -> None:
+    """Launches the kernels once, so that CUDA has loaded them before one waits: nobody is told, nothing waited for."""
+    with world.use():
+        control = torch.zeros(control_length(world.size), dtype=torch.int32, device=world.device)
+        offsets, timeout = world.control.offsets, nanoseconds(world)
+        kernels().barrier_kernel[(1,)](control, offsets, world.rank, 0, timeout, num_warps=1)
+        # This rank tells itself, and waits for what is there.
+        kernels().put_kernel[(1,)](control, offsets, 0, world.rank, world.rank, world.size, 0, num_warps=1)
+        arguments = (control, offsets, world.rank, world.size, timeout)
+        kernels().wait_kernel[(1,)](control, 0, 0, 0, *arguments, num_warps=1)
 
 
 def fence() -> None:

@@ -137,10 +137,10 @@ class SymmetricMemory(Processes):
         own.zero_()
         torch.cuda.synchronize(self.device)
         view: Callable[..., torch.Tensor] = getattr(handle, "get_remote_tensor", handle.get_buffer)
-        parts = [own if r == rank else view(r, [length], torch.uint8) for r in range(self.size)]
+        parts = [own if r == rank else view(r, (length,), torch.uint8) for r in range(self.size)]
         # How the own part is addressed shows how those of peers are.
         problem = None
-        if view(rank, [length], torch.uint8).data_ptr() != own.data_ptr():
+        if view(rank, (length,), torch.uint8).data_ptr() != own.data_ptr():
             problem = "torch's symmetric memory gives views at another place than the tensor"
         problems = [found for found in self.gather(problem) if found]  # all have zeroed theirs, too
         if problems:

@@ -58,10 +58,13 @@ class World:
         provider.agree(rank, f"timeout_seconds {timeout_seconds}, first_epoch {first_epoch}, device {device.type}")
         self.control = ParallelTensor((control_length(self.size),), torch.int32, self)
         if first_epoch != 0:
-            local = self.control.local
-            local[EPOCH] = as_int32(first_epoch)
-            for writer in range(self.size):
-                local[barrier_offset(self.size, writer)] = as_int32(first_epoch)
+            with self.use():
+                local = self.control.local
+                local[EPOCH] = as_int32(first_epoch)
+                for writer in range(self.size):
+                    local[barrier_offset(self.size, writer)] = as_int32(first_epoch)
+        if device.type == "cuda":
+            host_signal.load(self)
         self._wait_for_device()
         provider.meet()
 
