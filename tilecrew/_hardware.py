@@ -34,6 +34,12 @@ class Hardware:
             return f"it needs compute capability 9.0 (Hopper), the device is {self._describe()}"
         return None if self.has_triton else "Triton is not installed"
 
+    def tma_limit(self) -> str | None:
+        """None where kernels in Gluon with TMA and mma.sync run, else the reason why they do not."""
+        if self.backend != "cuda" or self.capability[0] not in (9, 12):
+            return f"it needs compute capability 9.0 or 12.x, the device is {self._describe()}"
+        return None if self.has_triton else "Triton is not installed"
+
     def triton_limit(self) -> str | None:
         """None where kernels in plain Triton run, else the reason why they do not."""
         if self.device_type in ("cpu", "meta", "mps"):

@@ -6,32 +6,40 @@ import torch
 import tilecrew
 
 pytest.importorskip("triton")
-from tests.grouped_gemm.hook_examples import Record
+from tests.grouped_gemm.hook_examples import Record, SimulatedCountGate, Trace
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
 from tests.simulator.conftest import run_under_seeds
 from tilecrew.grouped_gemm import kernel_grouped_gemm
-from tilecrew.grouped_gemm.hooks import GELU, Bias, Epilogue, RouteWeight, SiLU, SwiGLU
-from tilecrew.grouped_gemm.schedule import TileSizes, table_length
+from tilecrew.grouped_gemm.hooks import GELU, Bias, CountGate, Epilogue, NotifyRowBlock, RouteWeight, SiLU, SwiGLU
+from tilecrew.grouped_gemm.schedule import Problem, TileSizes, max_row_blocks, mma_sync_tiles, table_length
+from tilecrew.simulator import run
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Rows and columns of a tile, stages, staging tiles of a consumer.
 SMALL = (64, 128, 4, 2)
 WIDE = (128, 256, 3, 1)
+MMA_SYNC = "mma.sync"
+TILES = [SMALL, WIDE, MMA_SYNC]
+
+
+def sizes_of(tile, num_groups):
+    if tile == MMA_SYNC:
+        return mma_sync_tiles(Problem(1, num_groups, 8, 8, "bfloat16"))
+    block_m, block_n, num_stages, num_buffers = tile
+    return TileSizes(block_m, block_n, 64, num_stages, num_buffers, 4, table_length(num_groups), 40, 232, 168)
 
 
 def simulate(x, w, offs, tile, epilogue: Epilogue | None = None, num_programs: int = 2, num_seeds: int = 2, gate=None):
     """What the kernel gives for x, w, offs."""
-    block_m, block_n, num_stages, num_buffers = tile
-    sizes = TileSizes(block_m, block_n, 64, num_stages, num_buffers, 4, table_length(w.shape[0]), 40, 232, 168)
     out = torch.empty(x.shape[0], w.shape[2] // (1 if epilogue is None else epilogue.shrink), dtype=x.dtype)
     hooks = kernel_grouped_gemm.hooks_of(gate, epilogue)
-    launch = kernel_grouped_gemm.launch(x, w, offs, out, sizes, num_programs, hooks)
+    launch = kernel_grouped_gemm.launch(x, w, offs, out, sizes_of(tile, w.shape[0]), num_programs, hooks)
     run_under_seeds(launch, [out], num_seeds)
     return out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", [SMALL, WIDE])
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("name", [name for name, (lengths, tail) in GROUPS.items() if sum(lengths) + tail])
 def test_groups(name, tile):
     lengths, tail = GROUPS[name]
@@ -40,12 +48,13 @@ def test_groups(name, tile):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tile", [WIDE, MMA_SYNC])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("num_inner", "num_columns"), [(8, 8), (64, 256), (328, 520)])
-def test_sizes(num_inner, num_columns, transposed):
+def test_sizes(num_inner, num_columns, transposed, tile):
     """K and N that fill their last tile, or hardly; more steps than stages."""
     x, w, offs = make([130, 70], 0, num_inner, num_columns, dtype=FP16, transposed=transposed)
-    assert_close(simulate(x, w, offs, WIDE, num_programs=3), expected(x, w, offs), offs)
+    assert_close(simulate(x, w, offs, tile, num_programs=3), expected(x, w, offs), offs)
 
 
 @pytest.mark.slow
@@ -55,7 +64,7 @@ def test_more_groups_than_a_search_reads_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", [SMALL, WIDE])
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
     "epilogue",
     [
@@ -78,18 +87,20 @@ def test_epilogues(epilogue, tile):
 
 
 @pytest.mark.slow
-def test_a_bad_group_spoils_no_other():
+@pytest.mark.parametrize("tile", [WIDE, MMA_SYNC])
+def test_a_bad_group_spoils_no_other(tile):
     x, w, offs = make([100, 60, 100], 0, 72, 136)
     wanted = expected(x, w, offs)
     x[100:160] = float("nan")
-    out = simulate(x, w, offs, WIDE)
+    out = simulate(x, w, offs, tile)
     assert out[100:160].isnan().all()
     for rows in (slice(0, 100), slice(160, 260)):
         assert_close(out[rows], wanted[rows], torch.tensor([100]))
 
 
 @pytest.mark.slow
-def test_rows_and_columns_stay_where_they_are():
+@pytest.mark.parametrize("tile", [WIDE, MMA_SYNC])
+def test_rows_and_columns_stay_where_they_are(tile):
     """Every element of the output tells its row and column: no permutation of them can cancel."""
     lengths, num_columns = [70, 0, 129], 264
     num_rows = sum(lengths)
@@ -98,7 +109,7 @@ def test_rows_and_columns_stay_where_they_are():
     w = torch.zeros(3, 8, num_columns, dtype=FP16)
     w[:, 0], w[:, 1] = 1, torch.arange(num_columns) / 512
     offs = torch.tensor(lengths).cumsum(0).to(torch.int32)
-    out = simulate(x, w, offs, WIDE)
+    out = simulate(x, w, offs, tile)
     wanted = torch.arange(num_rows)[:, None] + torch.arange(num_columns)[None, :] / 512
     assert torch.equal(out, wanted.to(FP16))
 
@@ -122,3 +133,68 @@ def test_a_gate_is_asked_for_every_row_block():
     assert seen.tolist() == [128, 2, 1, 128, 128, -1, -1]
     tilecrew.grouped_gemm(x, w, offs, gate=Record(twin))
     assert twin.tolist() == [128, 2, 1, 128, 128, -1, -1]
+
+
+LENGTHS, TAIL = [130, 0, 1, 64, 256], 5  # row blocks of 128, 2, 1, 64, 128 and 128 rows
+NUM_ROWS_OF_BLOCKS = [128, 2, 1, 64, 128, 128]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [WIDE, MMA_SYNC])
+@pytest.mark.parametrize("epilogue", [None, SwiGLU(8)])
+def test_row_blocks_are_notified_once_whole(epilogue, tile):
+    """Values are those of the inner epilogue, every row block is published, and the arrivals are 0 again."""
+    x, w, offs = make(LENGTHS, TAIL, 72, 272)
+    x = torch.where(x.isnan(), 0, x)
+    num_blocks = max_row_blocks(x.shape[0], len(LENGTHS))
+    rows = torch.zeros(num_blocks, dtype=torch.int32)
+    hook = NotifyRowBlock(rows, epilogue=epilogue)
+    out = simulate(x, w, offs, tile, hook, num_programs=3)
+    assert_close(out, expected(x, w, offs, epilogue), offs, bound=6e-3)
+    assert rows.tolist() == NUM_ROWS_OF_BLOCKS + [0] * (num_blocks - 6)
+    assert not hook.arrivals.any()
+    twin = NotifyRowBlock(torch.zeros_like(rows), epilogue=epilogue)
+    tilecrew.grouped_gemm(x, w, offs, epilogue=twin)
+    assert torch.equal(twin.rows, rows)
+    assert CountGate(rows).check(NUM_ROWS_OF_BLOCKS) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [SMALL, WIDE, MMA_SYNC])
+def test_what_is_notified_has_landed(tile):
+    """Every call of `landed` finds its rows of the output stored, and there are as many calls as it is told."""
+    x, w, offs = make(LENGTHS, TAIL, 72, 272)
+    out = torch.empty(x.shape[0], 272, dtype=x.dtype)
+    block_m = sizes_of(tile, len(LENGTHS)).block_m
+    num_blocks = sum(-(-length // block_m) for length in LENGTHS)
+    hook = Trace(out, offs, num_blocks, block_m)
+    launch = kernel_grouped_gemm.launch(
+        x, w, offs, out, sizes_of(tile, len(LENGTHS)), 3, kernel_grouped_gemm.hooks_of(None, hook)
+    )
+    run_under_seeds(launch, [out, hook.calls, hook.expected_calls, hook.missing], 3)
+    # run_under_seeds starts counters at -1
+    assert torch.equal(hook.calls + 1, hook.expected_calls)
+    assert hook.missing.tolist() == [-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [WIDE, MMA_SYNC])
+def test_a_second_product_follows_row_block_by_row_block(tile):
+    """Two launches at the same time: the gate of the second waits for what the first one says has landed."""
+    x, w, offs = make([130, 0, 60], 0, 72, 144)
+    _, second_w, _ = make([130, 0, 60], 0, 72, 136, seed=1)
+    rows = torch.zeros(max_row_blocks(190, 3), dtype=torch.int32)
+    hidden, out = torch.empty(190, 72, dtype=x.dtype), torch.empty(190, 136, dtype=x.dtype)
+    sizes = sizes_of(tile, 3)
+    notify = kernel_grouped_gemm.hooks_of(None, NotifyRowBlock(rows, epilogue=SwiGLU(8)))
+    gated = kernel_grouped_gemm.hooks_of(SimulatedCountGate(rows), None)
+    first = kernel_grouped_gemm.launch(x, w, offs, hidden, sizes, 2, notify)
+    second = kernel_grouped_gemm.launch(hidden, second_w, offs, out, sizes, 2, gated)
+    programs = [run.compile_program(launch) for launch in (second, first)]
+    for seed in range(2):
+        for tensor in (hidden, out):
+            tensor.fill_(float("nan"))
+        rows.zero_()
+        run.simulate([second, first], seed, programs)
+        assert_close(hidden, expected(x, w, offs, SwiGLU(8)), offs, bound=6e-3)
+        assert_close(out, expected(hidden, second_w, offs), offs)

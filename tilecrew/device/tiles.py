@@ -66,6 +66,13 @@ def wait_for_kernel_before():
 
 
 @gluon.jit
+def wait_until_stores_complete():
+    """Waits until what this thread has stored by TMA can be seen in global memory; tma_store_wait, which waits until
+    the shared memory of the stores has been read, says nothing about that."""
+    opaque_instruction("cp.async.bulk.wait_group 0;")
+
+
+@gluon.jit
 def opaque_instruction(PTX: gl.constexpr):
     # An element-wise instruction needs an operand.
     TEXT: gl.constexpr = PTX + " mov.b32 $0, $1;"

@@ -11,6 +11,8 @@ from tilecrew.grouped_gemm.hooks import Epilogue as Epilogue
 from tilecrew.grouped_gemm.hooks import Gate as Gate
 from tilecrew.grouped_gemm.hooks import Identity as Identity
 from tilecrew.grouped_gemm.hooks import NoGate as NoGate
+from tilecrew.grouped_gemm.hooks import NotifyRowBlock as NotifyRowBlock
 from tilecrew.grouped_gemm.hooks import RouteWeight as RouteWeight
 from tilecrew.grouped_gemm.hooks import SiLU as SiLU
 from tilecrew.grouped_gemm.hooks import SwiGLU as SwiGLU
+from tilecrew.grouped_gemm.schedule import max_row_blocks as max_row_blocks

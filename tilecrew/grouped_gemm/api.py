@@ -37,10 +37,10 @@ def grouped_gemm(
             where it is on the host; wrong offsets on a device give undefined values, but no access outside of tensors.
         gate: an instance of `hooks.Gate` that holds each row block back until its rows are there, e.g. CountGate.
         epilogue: an instance of `hooks.Epilogue`, applied to the float32 accumulator: Bias, SiLU, GELU, SwiGLU,
-            RouteWeight, or one of your own.
+            RouteWeight, or one of your own; NotifyRowBlock around one of them tells others which rows have landed.
         out: [M, N / epilogue.shrink] in the dtype of x, written and returned; not where an input requires a gradient.
-        implementation: None chooses (`explain_grouped_gemm` tells what and why); "hopper", "portable" or "torch" force
-            one.
+        implementation: None chooses (`explain_grouped_gemm` tells what and why); "hopper", "mma_sync", "portable" or
+            "torch" force one.
 
     Returns:
         [M, N / epilogue.shrink] in the dtype of x.
@@ -56,6 +56,8 @@ def grouped_gemm(
         raise ValueError("out must be None where an input requires a gradient")
     if requires_gradient and gate is not None:
         raise ValueError("gate must be None where an input requires a gradient")
+    if requires_gradient and epilogue is not None and epilogue.landed is not None:
+        raise ValueError("epilogue must have no landed where an input requires a gradient")
     if gate is None and epilogue is None:
         if out is None:
             return torch.ops.tilecrew.grouped_gemm(x, w, offs, implementation)
@@ -87,13 +89,21 @@ def explain_grouped_gemm(
     function would raise.
     """
     checks.check_call(x, w, offs, gate, epilogue, out)
-    return operators.schedule_of(x, w, gate is not None, implementation)
+    return operators.schedule_of(x, w, gate, epilogue, implementation)
 
 
 def _requires_gradient(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue | None) -> bool:
     if not torch.is_grad_enabled():
         return False
-    tensors = [x, w]
-    if epilogue is not None:
-        tensors += [tensor for tensor in vars(epilogue).values() if isinstance(tensor, torch.Tensor)]
-    return any(tensor.requires_grad for tensor in tensors)
+    return x.requires_grad or w.requires_grad or _has_gradient(epilogue)
+
+
+def _has_gradient(epilogue: Epilogue | None) -> bool:
+    """Whether a tensor of the epilogue, or of one inside of it, requires a gradient."""
+    if epilogue is None:
+        return False
+    values = vars(epilogue).values()
+    return any(
+        _has_gradient(value) if isinstance(value, Epilogue) else isinstance(value, torch.Tensor) and value.requires_grad
+        for value in values
+    )

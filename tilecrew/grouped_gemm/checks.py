@@ -52,6 +52,8 @@ def check_call(
     _check_hook("gate", gate, Gate, ("wait", "check"))
     _check_hook("epilogue", epilogue, Epilogue, ("apply", "reference"))
     if epilogue is not None:
+        if epilogue.landed is not None:
+            _check_hook("epilogue", epilogue, Epilogue, ("landed_reference",))
         epilogue.check(x, w)
     if out is not None:
         _check_out(out, x, sizes["N"] // (1 if epilogue is None else epilogue.shrink))

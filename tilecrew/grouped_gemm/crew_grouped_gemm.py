@@ -130,27 +130,32 @@ class TileWalk:
 
 @aggregate
 class GemmTiles:
-    """Shared memory: `x` [stages * consumers, 64, block_k], `w` [stages, 1, block_k, block_n] (its last dimensions
-    exchanged where the weights are transposed), `output` [consumers * buffers, 64, columns of a piece]."""
+    """Shared memory: `x` [stages * consumers, rows of a consumer, block_k], `w` [stages, 1, block_k, block_n] (its last
+    dimensions exchanged where the weights are transposed), `output` [consumers * buffers, rows of a consumer, columns
+    of a piece], or None where there are no staging tiles."""
 
     x: gl.shared_memory_descriptor
     w: gl.shared_memory_descriptor
-    output: gl.shared_memory_descriptor
+    output: gl.shared_memory_descriptor | gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, x, w, output):
-        self.x, self.w, self.output = x, w, output
+        self.x, self.w = x, w
+        self.output = gl.constexpr(None) if output is None else output
 
     @gluon.jit
     def create(x_desc, w_desc, out_desc, config: gl.constexpr):
         num_x: gl.constexpr = config.num_stages * config.num_consumers
         num_outputs: gl.constexpr = config.num_consumers * config.num_output_buffers
+        ROWS: gl.constexpr = config.consumer_rows
         W_SHAPE: gl.constexpr = w_desc.block_type.shape
-        return GemmTiles(
-            gl.allocate_shared_memory(x_desc.dtype, [num_x, 64, config.block_k], x_desc.layout),
-            gl.allocate_shared_memory(w_desc.dtype, [config.num_stages] + W_SHAPE, w_desc.layout),
-            gl.allocate_shared_memory(out_desc.dtype, [num_outputs, 64, config.piece_columns], out_desc.layout),
-        )
+        x = gl.allocate_shared_memory(x_desc.dtype, [num_x, ROWS, config.block_k], x_desc.layout)
+        w = gl.allocate_shared_memory(w_desc.dtype, [config.num_stages] + W_SHAPE, w_desc.layout)
+        output = None
+        if num_outputs > 0:
+            shape: gl.constexpr = [num_outputs, ROWS, config.piece_columns]
+            output = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
+        return GemmTiles(x, w, output)
 
     @gluon.jit
     def weight_matrix(self, stage, config: gl.constexpr):

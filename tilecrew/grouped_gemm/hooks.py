@@ -1,8 +1,10 @@
-"""Hooks of a grouped GEMM: what waits in front of a tile (Gate), and what happens to its accumulator (Epilogue).
+"""Hooks of a grouped GEMM: what waits in front of a tile (Gate), what happens to its accumulator, and who is told when
+it has landed (both Epilogue).
 
-A hook is an *instance* of a small class. Its device half is a `gluon.jit` function, the class attribute `apply` or
-`wait`; its host half says which tensors and constants that function gets, and computes the same in torch. A compiled
-kernel is cached under the source of the device function and of all that it calls, not under the name of the class.
+A hook is an *instance* of a small class. Its device half is a `gluon.jit` function, the class attribute `apply`,
+`landed` or `wait`; its host half says which tensors and constants that function gets, and computes the same in torch. A
+compiled kernel is cached under the source of the device function and of all that it calls, not under the name of the
+class.
 """
 
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from tilecrew._shapes import require_dtype, require_same_device, require_tensor
+from tilecrew.grouped_gemm.schedule import max_row_blocks
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -54,10 +57,7 @@ class CountGate(Gate):
     """
 
     def __init__(self, counters: torch.Tensor, timeout_seconds: float = 10.0) -> None:
-        require_tensor("counters", counters)
-        require_dtype("counters", counters, (torch.int32,))
-        if counters.dim() != 1 or not counters.is_contiguous():
-            raise ValueError(f"counters must be a contiguous vector, got shape {tuple(counters.shape)}")
+        _counters("counters", counters)
         if not 0 < timeout_seconds <= 3600:
             raise ValueError(f"timeout_seconds must be above 0 and at most 3600, got {timeout_seconds}")
         self.counters = counters
@@ -80,7 +80,8 @@ class CountGate(Gate):
 
 
 class Epilogue:
-    """Base of epilogues: functions of the float32 accumulator, before it is rounded to the dtype of x.
+    """Base of epilogues: functions of the float32 accumulator, before it is rounded to the dtype of x, and what follows
+    when its tile is in global memory.
 
     apply(accumulator, group, rows, columns, tensors, constants)    device function -> [R, C // shrink]. accumulator:
         [R, C] float32, C = 64 columns at a time; group: number of the rows' group; rows [R] and columns [C]: indices
@@ -92,10 +93,28 @@ class Epilogue:
     shrink       accumulator columns for one output column, 1 or 2
     keeps_zero   it makes zeros of zeros, whatever its tensors hold; saves a selection for rows behind the last offset
     check(x, w)  raises where its tensors do not fit
+
+    landed(row_block, column_block, num_rows, num_calls, tensors)    device function, or None. Called by all threads of
+        a consumer when the rows that it has of a tile are in global memory, fenced so that one thread's release at gpu
+        scope publishes them to ordinary loads and, behind a proxy fence, to TMA. row_block: as gates count it, 128
+        rows; column_block: of the tile; num_rows: rows of the row block that belong to its group; num_calls: how often
+        it is called for this row block in all, from any number of blocks at once. Not called for rows behind the last
+        offset.
+    landed_tensors    what `landed` gets, as pointers, and integers
+    landed_reference(num_rows_of_blocks)    torch twin, called once when everything is stored, for devices on which
+        nothing runs beside the call
     """
 
     shrink = 1
     keeps_zero = False
+    landed: Any = None
+
+    @property
+    def landed_tensors(self) -> tuple[Any, ...]:
+        return ()
+
+    def landed_reference(self, num_rows_of_blocks: list[int]) -> None:
+        raise NotImplementedError
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -259,3 +278,86 @@ class RouteWeight(Epilogue):
 
     def reference(self, accumulator: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return accumulator * self.weight.to(accumulator.dtype)[:, None]
+
+
+class NotifyRowBlock(Epilogue):
+    """Sets rows[row_block] to the number of its rows as soon as all columns of the row block are in global memory.
+
+    That is what `CountGate(rows)` of a following grouped GEMM waits for, or any kernel that acquires at gpu scope: it
+    may start while this one runs. Each tile counts with release semantics; the one that brings a row block's last
+    columns publishes it. Row blocks have 128 rows, never of two groups, and are numbered group after group.
+
+    rows: int32 vector on the device of x, at least `max_row_blocks(M, E)` long. Zeros before the call; the caller
+        resets them before the next one.
+    arrivals: the same, for counting; None makes it. Zeros before the call, and again afterwards.
+    epilogue: what is done to the accumulator before, e.g. SwiGLU(8); None: nothing.
+    """
+
+    def __init__(
+        self, rows: torch.Tensor, arrivals: torch.Tensor | None = None, epilogue: Epilogue | None = None
+    ) -> None:
+        arrivals = _counters("rows", rows).new_zeros(rows.shape) if arrivals is None else arrivals
+        _counters("arrivals", arrivals)
+        require_same_device("arrivals", arrivals, "rows", rows)
+        if arrivals.data_ptr() == rows.data_ptr() and rows.numel():
+            raise ValueError("arrivals must be another tensor than rows")
+        if epilogue is not None and not isinstance(epilogue, Epilogue):
+            raise TypeError(f"epilogue must be None or an instance of hooks.Epilogue, got {epilogue!r}")
+        if epilogue is not None and epilogue.landed is not None:
+            raise ValueError(f"epilogue must have no landed of its own, got {type(epilogue).__name__}")
+        self.rows, self.arrivals = rows, arrivals
+        self.epilogue = Identity() if epilogue is None else epilogue
+
+    @property
+    def shrink(self) -> int:  # type: ignore[override]
+        return self.epilogue.shrink
+
+    @property
+    def keeps_zero(self) -> bool:  # type: ignore[override]
+        return self.epilogue.keeps_zero
+
+    @property
+    def apply(self) -> Any:
+        return self.epilogue.apply  # type: ignore[attr-defined]
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return self.epilogue.tensors
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        return self.epilogue.constants
+
+    @property
+    def landed(self) -> Any:  # type: ignore[override]
+        from tilecrew.grouped_gemm.kernel_epilogues import notify_row_block
+
+        return notify_row_block
+
+    @property
+    def landed_tensors(self) -> tuple[Any, ...]:
+        return self.rows, self.arrivals
+
+    def check(self, x: torch.Tensor, w: torch.Tensor) -> None:
+        self.epilogue.check(x, w)
+        num_blocks = max_row_blocks(x.shape[0], w.shape[0])
+        for name, counters in (("rows", self.rows), ("arrivals", self.arrivals)):
+            require_same_device(name, counters, "x", x)
+            if counters.shape[0] < num_blocks:
+                raise ValueError(
+                    f"{name} must have at least max_row_blocks(M, E) = {num_blocks} elements, got {counters.shape[0]}"
+                )
+
+    def reference(self, accumulator: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        return self.epilogue.reference(accumulator, groups)
+
+    def landed_reference(self, num_rows_of_blocks: list[int]) -> None:
+        self.rows[: len(num_rows_of_blocks)] = torch.tensor(num_rows_of_blocks, dtype=torch.int32)
+
+
+def _counters(name: str, counters: torch.Tensor) -> torch.Tensor:
+    require_tensor(name, counters)
+    require_dtype(name, counters, (torch.int32,))
+    if counters.dim() != 1 or not counters.is_contiguous():
+        raise ValueError(f"{name} must be a contiguous vector, got shape {tuple(counters.shape)}")
+    return counters

@@ -7,9 +7,16 @@ Each is called on pieces of an accumulator:
 accumulator [R, C] float32 in registers; group: number of the rows' group; rows [R] and columns [C]: indices into x and
 into the columns of w, 0 where there is none, in the accumulator's layout without the other dimension; tensors: the
 hook's tensors, as pointers; constants: its compile-time values.
+
+And of those that tell others what has landed in global memory:
+
+    landed(row_block, column_block, num_rows, num_calls, tensors)
+
+See hooks.Epilogue.
 """
 
 from tilecrew.device.compat import gl, gluon
+from tilecrew.device.signal import add_acquire_release
 from tilecrew.device.tiles import LOG2_E, exp2
 
 HALF_SQRT_2 = gl.constexpr(0.7071067811865476)
@@ -65,3 +72,25 @@ def swiglu(accumulator, group, rows, columns, tensors, constants: gl.constexpr):
 def route_weight(accumulator, group, rows, columns, tensors, constants: gl.constexpr):
     """tensors: weight [M], its stride."""
     return accumulator * gl.load(tensors[0] + rows * tensors[1]).to(gl.float32)[:, None]
+
+
+@gluon.jit
+def nothing_landed(row_block, column_block, num_rows, num_calls, tensors):
+    pass
+
+
+@gluon.jit
+def is_last_call(counter, num_calls):
+    """Whether this is the last of `num_calls` calls that count with `counter` (int32 in global memory, 0 before the
+    first), and sees what all others have released. The last one sets it to 0 again, for the next launch."""
+    is_last = add_acquire_release(counter, 1, "gpu") == num_calls - 1
+    if is_last:
+        gl.store(counter, 0)
+    return is_last
+
+
+@gluon.jit
+def notify_row_block(row_block, column_block, num_rows, num_calls, tensors):
+    """tensors: rows, arrivals."""
+    if is_last_call(tensors[1] + row_block, num_calls):
+        gl.atomic_xchg(tensors[0] + row_block, num_rows, sem="release", scope="gpu")

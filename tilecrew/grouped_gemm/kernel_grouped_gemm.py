@@ -40,6 +40,7 @@ from tilecrew.device.compat import (
     gl,
     gluon,
     mbarrier,
+    mma_v2,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -48,10 +49,12 @@ from tilecrew.device.compat import (
 )
 from tilecrew.device.descriptors import DTYPES, matrix_descriptor
 from tilecrew.device.launch import Launch
-from tilecrew.device.mma import accumulator_layout, tile_layout
+from tilecrew.device.mma import accumulator_layout, operand_layout, tile_layout, warp_accumulator_layout
 from tilecrew.device.ring import Ring
+from tilecrew.device.signal import fence_proxy_async
+from tilecrew.device.tiles import wait_until_stores_complete
 from tilecrew.grouped_gemm.crew_grouped_gemm import GemmTiles, TileWalk, release_before
-from tilecrew.grouped_gemm.kernel_epilogues import identity
+from tilecrew.grouped_gemm.kernel_epilogues import identity, nothing_landed
 from tilecrew.grouped_gemm.kernel_gates import no_gate
 from tilecrew.grouped_gemm.schedule import PIECE, TileSizes
 
@@ -60,8 +63,8 @@ PIECE_COLUMNS = gl.constexpr(PIECE)
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """What the kernel is compiled for. block_m is 64 * num_consumers; piece_columns are those of a stored piece, after
-    the epilogue; table_length as in TileSizes."""
+    """What the kernel is compiled for. block_m is consumer_rows * num_consumers; piece_columns are those of a stored
+    piece, after the epilogue; table_length as in TileSizes."""
 
     table_length: int
     num_consumers: int
@@ -71,6 +74,9 @@ class GemmConfig:
     num_stages: int
     num_output_buffers: int
     band: int
+    consumer_rows: int
+    uses_wgmma: bool
+    notifies: bool
     piece_columns: int
     weights_are_transposed: bool
     keeps_zero: bool
@@ -86,6 +92,7 @@ class Pointers(NamedTuple):
     offs: torch.Tensor
     gate: tuple
     epilogue: tuple
+    landed: tuple
 
 
 class Hooks(NamedTuple):
@@ -93,6 +100,7 @@ class Hooks(NamedTuple):
 
     shrink       accumulator columns per output column
     keeps_zero   the epilogue makes zeros of zeros, so that rows behind the last offset need no selection
+    landed       what is called behind the stores of a tile; None: nothing, and nothing waits for them
     """
 
     gate: object = no_gate
@@ -102,6 +110,8 @@ class Hooks(NamedTuple):
     epilogue_constants: tuple = ()
     shrink: int = 1
     keeps_zero: bool = True
+    landed: object = None
+    landed_tensors: tuple = ()
 
 
 def hooks_of(gate, epilogue) -> Hooks:
@@ -118,6 +128,9 @@ def hooks_of(gate, epilogue) -> Hooks:
             shrink=epilogue.shrink,
             keeps_zero=epilogue.keeps_zero,
         )
+        if epilogue.landed is not None:
+            landed = _device_function("epilogue.landed", epilogue.landed)
+            hooks = hooks._replace(landed=landed, landed_tensors=epilogue.landed_tensors)
     return hooks
 
 
@@ -141,13 +154,16 @@ def launch(
     transposed = w.stride(2) != 1
     config = GemmConfig(
         table_length=sizes.table_length,
-        num_consumers=sizes.block_m // 64,
+        num_consumers=sizes.block_m // sizes.consumer_rows,
         block_m=sizes.block_m,
         block_n=sizes.block_n,
         block_k=sizes.block_k,
         num_stages=sizes.num_stages,
         num_output_buffers=sizes.num_output_buffers,
         band=sizes.band,
+        consumer_rows=sizes.consumer_rows,
+        uses_wgmma=sizes.uses_wgmma,
+        notifies=hooks.landed is not None,
         piece_columns=PIECE // hooks.shrink,
         weights_are_transposed=transposed,
         keeps_zero=hooks.keeps_zero,
@@ -156,16 +172,18 @@ def launch(
         consumer_registers=sizes.consumer_registers,
     )
     args = (
-        matrix_descriptor(_with_row_stride(x), 64, sizes.block_k),
+        matrix_descriptor(_with_row_stride(x), sizes.consumer_rows, sizes.block_k),
         _weight_descriptor(w, sizes, transposed),
-        matrix_descriptor(_with_row_stride(out), 64, config.piece_columns),
-        Pointers(out, offs, hooks.gate_tensors, hooks.epilogue_tensors),
+        matrix_descriptor(_with_row_stride(out), sizes.consumer_rows, config.piece_columns),
+        Pointers(out, offs, hooks.gate_tensors, hooks.epilogue_tensors, hooks.landed_tensors),
         w.shape[2],
         hooks.gate,
         hooks.epilogue,
+        nothing_landed if hooks.landed is None else hooks.landed,
         config,
     )
-    return Launch(grouped_gemm_kernel, num_programs, args, {"num_warps": 4, "maxnreg": sizes.entry_registers})
+    options = {"num_warps": sizes.consumer_warps, "maxnreg": sizes.entry_registers}
+    return Launch(grouped_gemm_kernel, num_programs, args, options)
 
 
 def _with_row_stride(x: torch.Tensor) -> torch.Tensor:
@@ -190,6 +208,7 @@ def grouped_gemm_kernel(
     num_columns,
     gate: gl.constexpr,
     epilogue: gl.constexpr,
+    landed: gl.constexpr,
     config: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -205,11 +224,11 @@ def grouped_gemm_kernel(
             [
                 (
                     consumer_role,
-                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, 0, config),
+                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 0, config),
                 ),
                 (
                     consumer_role,
-                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, 1, config),
+                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 1, config),
                 ),
                 (load_role, (tiles, inputs, walk, x_desc, w_desc, pointers, gate, config)),
             ],
@@ -221,7 +240,7 @@ def grouped_gemm_kernel(
             [
                 (
                     consumer_role,
-                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, 0, config),
+                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 0, config),
                 ),
                 (load_role, (tiles, inputs, walk, x_desc, w_desc, pointers, gate, config)),
             ],
@@ -246,7 +265,7 @@ def load_role(tiles, inputs, walk, x_desc, w_desc, pointers, gate: gl.constexpr,
             mbarrier.expect(full, BYTES)
             for consumer in gl.static_range(CONSUMERS):
                 x_tile = tiles.x.index(stage * CONSUMERS + consumer)
-                tma_load(x_desc, [tile.row + 64 * consumer, k * config.block_k], full, x_tile)
+                tma_load(x_desc, [tile.row + config.consumer_rows * consumer, k * config.block_k], full, x_tile)
             if config.weights_are_transposed:
                 tma_load(w_desc, [tile.group, tile.column, k * config.block_k], full, tiles.w.index(stage))
             else:
@@ -263,36 +282,91 @@ def consumer_role(
     pointers,
     num_columns,
     epilogue: gl.constexpr,
+    landed: gl.constexpr,
     CONSUMER: gl.constexpr,
     config: gl.constexpr,
 ):
-    BLOCK_N: gl.constexpr = config.block_n
-    layout: gl.constexpr = accumulator_layout(BLOCK_N)
-    # Without a wait for an MMA in front of the loop, ptxas takes the loop for divergent code and serialises its MMAs.
-    warpgroup_mma_wait(0, deps=(gl.zeros([64, 8], gl.float32, accumulator_layout(8)),))
+    ROWS: gl.constexpr = config.consumer_rows
+    if config.uses_wgmma:
+        # Without a wait for an MMA in front of the loop, ptxas takes the loop for divergent code and serialises its
+        # MMAs.
+        warpgroup_mma_wait(0, deps=(gl.zeros([64, 8], gl.float32, accumulator_layout(8)),))
     step = 0
     for index in range(gl.program_id(0), walk.num_tiles(), gl.num_programs(0)):
         tile = walk.tile(index, config)
-        num_rows = tile.num_rows - CONSUMER * 64
-        if num_rows > 0:
-            accumulator = gl.zeros([64, BLOCK_N], gl.float32, layout)
-            for k in range(tile.num_steps):
-                inputs.wait(step)
-                stage = inputs.stage(step)
-                x = tiles.x.index(stage * config.num_consumers + CONSUMER)
-                accumulator = warpgroup_mma(x, tiles.weight_matrix(stage, config), accumulator, is_async=True)
-                accumulator = warpgroup_mma_wait(1, deps=(accumulator,))
-                release_before(inputs, step, k > 0)
-                step += 1
-            accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
-            release_before(inputs, step, tile.num_steps > 0)
+        if tile.num_rows > CONSUMER * ROWS:
+            if config.uses_wgmma:
+                accumulator = wgmma_products(tiles, inputs, step, tile.num_steps, CONSUMER, config)
+            else:
+                accumulator = mma_sync_products(tiles, inputs, step, tile.num_steps, config)
+            step += tile.num_steps
             store_tile(accumulator, tile, tiles, out_desc, pointers, num_columns, epilogue, CONSUMER, config)
+            if config.notifies:
+                if tile.num_steps > 0:
+                    notify(tile, walk, pointers, landed, config)
         else:
             for _ in range(tile.num_steps):
                 inputs.wait(step)
                 inputs.release(step)
                 step += 1
     tma_store_wait(0)
+
+
+@gluon.jit
+def wgmma_products(tiles, inputs, first_step, num_steps, CONSUMER: gl.constexpr, config: gl.constexpr):
+    """The accumulator [64, block_n] of a consumer's rows: one product a step, one step in flight."""
+    BLOCK_N: gl.constexpr = config.block_n
+    accumulator = gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
+    step = first_step
+    for k in range(num_steps):
+        inputs.wait(step)
+        stage = inputs.stage(step)
+        x = tiles.x.index(stage * config.num_consumers + CONSUMER)
+        accumulator = warpgroup_mma(x, tiles.weight_matrix(stage, config), accumulator, is_async=True)
+        accumulator = warpgroup_mma_wait(1, deps=(accumulator,))
+        release_before(inputs, step, k > 0)
+        step += 1
+    accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
+    release_before(inputs, step, num_steps > 0)
+    return accumulator
+
+
+@gluon.jit
+def mma_sync_products(tiles, inputs, first_step, num_steps, config: gl.constexpr):
+    """The accumulator [128, block_n] of eight warps, 16 rows each, in products of 16 along K: operands of more would
+    not fit registers, because every warp reads all of the weights."""
+    layout: gl.constexpr = warp_accumulator_layout(gl.num_warps())
+    ROWS: gl.constexpr = config.consumer_rows
+    BLOCK_N: gl.constexpr = config.block_n
+    BLOCK_K: gl.constexpr = config.block_k
+    SLICE: gl.constexpr = 16
+    accumulator = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    step = first_step
+    for _ in range(num_steps):
+        inputs.wait(step)
+        stage = inputs.stage(step)
+        x, w = tiles.x.index(stage), tiles.weight_matrix(stage, config)
+        for k in gl.static_range(0, BLOCK_K, SLICE):
+            left = x.slice(k, SLICE, dim=1).load(operand_layout(layout, 0))
+            right = w.slice(k, SLICE, dim=0).load(operand_layout(layout, 1))
+            accumulator = mma_v2(left, right, accumulator)
+        inputs.release(step)
+        step += 1
+    return accumulator
+
+
+@gluon.jit
+def notify(tile, walk, pointers, landed: gl.constexpr, config: gl.constexpr):
+    """Tells the hook that the rows of one consumer of this tile are in global memory, for whoever acquires what it
+    releases: by ordinary loads, or through TMA after a proxy fence."""
+    tma_store_wait(0)
+    wait_until_stores_complete()
+    fence_proxy_async()  # rows of a partial block came by ordinary stores, and TMA may read them elsewhere
+    barrier()  # one thread releases for all
+    BLOCK_M: gl.constexpr = config.block_m
+    num_rows = gl.minimum(tile.num_rows, BLOCK_M)
+    num_calls = walk.num_column_blocks * gl.cdiv(num_rows, config.consumer_rows)
+    landed(tile.row_block, tile.column // config.block_n, num_rows, num_calls, pointers.landed)
 
 
 @gluon.jit
@@ -314,7 +388,8 @@ def store_tile(
     config: gl.constexpr,
 ):
     """Epilogue and stores, PIECE columns after the others: a whole tile in float32 twice would not fit registers."""
-    tma_store_wait(0)  # the stores of the tile before: long over
+    if config.num_output_buffers > 0:
+        tma_store_wait(0)  # the stores of the tile before: long over
     left, right = halves(accumulator)
     if config.block_n == 4 * PIECE_COLUMNS:
         a, b = halves(left)
@@ -340,49 +415,81 @@ def store_piece(
     NUMBER: gl.constexpr,
     config: gl.constexpr,
 ):
-    layout: gl.constexpr = accumulator_layout(PIECE_COLUMNS)
+    layout: gl.constexpr = piece_layout(config)
     SHRINK: gl.constexpr = PIECE_COLUMNS // config.piece_columns
     BUFFERS: gl.constexpr = config.num_output_buffers
+    ROWS: gl.constexpr = config.consumer_rows
     CONSTANTS: gl.constexpr = config.epilogue_constants
     piece = gl.convert_layout(piece, layout)
-    row = tile.row + CONSUMER * 64
-    num_rows = tile.num_rows - CONSUMER * 64
+    row = tile.row + CONSUMER * ROWS
+    num_rows = tile.num_rows - CONSUMER * ROWS
     first_column = tile.column + NUMBER * PIECE_COLUMNS
     # Hooks may index with these: all exist, and what is computed for rows and columns that do not is not stored.
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     rows = gl.where(rows < out_desc.shape[0].to(gl.int32), rows, 0)
     columns = first_column + gl.arange(0, PIECE_COLUMNS, gl.SliceLayout(0, layout))
     columns = gl.where(columns < num_columns, columns, 0)
     is_behind = tile.num_steps == 0  # the last group
     group = gl.where(is_behind, 0, tile.group)
-    staging = tiles.output.index(CONSUMER * BUFFERS + NUMBER % BUFFERS)
-    value = epilogue(piece, group, rows, columns, pointers.epilogue, CONSTANTS).to(staging.dtype)
+    value = epilogue(piece, group, rows, columns, pointers.epilogue, CONSTANTS).to(out_desc.dtype)
     # Not for nothing: ptxas takes a selection of bare accumulators for a use of MMAs in flight and serialises them.
     if not config.keeps_zero:
         value = gl.where(is_behind, gl.zeros_like(value), value)
     first_output = first_column // SHRINK
-    tma_store_wait(BUFFERS - 1)  # what this tile has stored from this staging tile has left it
-    barrier()
-    staging.store(value)
-    fence_async_shared()
-    barrier()
-    if num_rows >= 64:
-        tma_store(out_desc, [row, first_output], staging)
+    output_columns = num_columns // SHRINK - first_output
+    first = pointers.output + row.to(gl.int64) * out_desc.strides[0] + first_output
+    if BUFFERS == 0:
+        if SHRINK == 1:
+            value = gl.convert_layout(value, strip_layout())
+        LAYOUT: gl.constexpr = value.type.layout
+        store_rows(value, LAYOUT, first, out_desc.strides[0], num_rows, output_columns)
     else:
-        output_columns = num_columns // SHRINK - first_output
-        first = pointers.output + row.to(gl.int64) * out_desc.strides[0] + first_output
-        store_rows(staging, first, out_desc.strides[0], num_rows, output_columns)
+        staging = tiles.output.index(CONSUMER * BUFFERS + NUMBER % BUFFERS)
+        tma_store_wait(BUFFERS - 1)  # what this tile has stored from this staging tile has left it
+        barrier()
+        staging.store(value)
+        fence_async_shared()
+        barrier()
+        if num_rows >= ROWS:
+            tma_store(out_desc, [row, first_output], staging)
+        else:
+            LAYOUT: gl.constexpr = copy_layout(config.piece_columns, gl.num_warps())
+            store_rows(staging.load(LAYOUT), LAYOUT, first, out_desc.strides[0], num_rows, output_columns)
+
+
+@gluon.constexpr_function
+def piece_layout(config):
+    return accumulator_layout(PIECE) if config.uses_wgmma else warp_accumulator_layout(config.consumer_rows // 16)
+
+
+@gluon.constexpr_function
+def strip_layout():
+    """128 rows of a piece as eight warps store them: 16 rows a warp, 32 bytes of a row by four lanes.
+
+    One exchange between lanes away from accumulators: more would go through shared memory, which is full.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]],
+        block_bases=[],
+        shape=[128, PIECE],
+    )
+
+
+@gluon.constexpr_function
+def copy_layout(num_columns, num_warps):
+    """A piece of a staging tile as ordinary stores take it: 16 bytes a lane, whole rows a warp."""
+    lanes = num_columns // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
 
 @gluon.jit
-def store_rows(tile, first, row_stride, num_rows, num_columns):
-    """The first rows and columns of a staging tile by ordinary stores, 16 bytes a thread. first: where element (0, 0)
-    goes."""
-    WIDTH: gl.constexpr = tile.shape[1]
-    LANES: gl.constexpr = WIDTH // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    value = tile.load(layout)
+def store_rows(value, layout: gl.constexpr, first, row_stride, num_rows, num_columns):
+    """The first rows and columns of a piece by ordinary stores. first: where element (0, 0) goes. Rows, and what there
+    is of them, are multiples of 16 bytes: stated so that the compiler sees it, and stores more than an element at once.
+    """
+    row = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))[None, :]
     pointer = first + (row.to(gl.int64) * row_stride + column)
-    gl.store(pointer, value, mask=(row < num_rows) & (column < num_columns))
+    gl.store(gl.multiple_of(pointer, [1, 16]), value, mask=(row < num_rows) & (column // 8 < num_columns // 8))

@@ -16,23 +16,24 @@ import torch
 from tilecrew._hardware import hardware_of
 from tilecrew.grouped_gemm import checks, reference
 from tilecrew.grouped_gemm.hooks import Epilogue, Gate
-from tilecrew.grouped_gemm.schedule import Problem, Schedule, hopper_tiles, pick, supports
+from tilecrew.grouped_gemm.schedule import ROW_BLOCK, Problem, Schedule, pick, supports
 
 LIBRARY = torch.library.Library("tilecrew", "FRAGMENT")
 
 
 def schedule_of(
-    x: torch.Tensor, w: torch.Tensor, has_gate: bool = False, implementation: str | None = None
+    x: torch.Tensor, w: torch.Tensor, gate: Gate | None, epilogue: Epilogue | None, implementation: str | None
 ) -> Schedule:
     """What a call will run. Raises ValueError where the forced implementation cannot."""
-    return pick(problem_of(x, w, has_gate), hardware_of(x.device), implementation)
+    return pick(problem_of(x, w, gate, epilogue), hardware_of(x.device), implementation)
 
 
-def problem_of(x: torch.Tensor, w: torch.Tensor, has_gate: bool = False) -> Problem:
+def problem_of(x: torch.Tensor, w: torch.Tensor, gate: Gate | None = None, epilogue: Epilogue | None = None) -> Problem:
     """The part of the arguments that schedules depend on."""
     num_groups, num_inner, num_columns = w.shape
     dtype = str(x.dtype).removeprefix("torch.")
-    return Problem(x.shape[0], num_groups, num_inner, num_columns, dtype, has_gate)
+    notifies = epilogue is not None and epilogue.landed is not None
+    return Problem(x.shape[0], num_groups, num_inner, num_columns, dtype, gate is not None, notifies)
 
 
 def run(
@@ -47,19 +48,19 @@ def run(
     """Computes a checked call into out, whatever tensors require; no gradients."""
     checks.check_addresses(x=x, w=w, out=out)
     checks.check_offsets(offs, x.shape[0])
-    schedule = schedule_of(x, w, gate is not None, implementation)
+    schedule = schedule_of(x, w, gate, epilogue, implementation)
     if x.shape[0] == 0:
         return
     offs = offs.contiguous()
-    if schedule.implementation == "hopper":
-        _hopper(x, w, offs, out, schedule, gate, epilogue)
+    if schedule.tiles is not None:
+        _crew(x, w, offs, out, schedule, gate, epilogue)
     elif schedule.implementation == "portable":
         _portable(x, w, offs, out, epilogue)
     else:
         _torch(x, w, offs, out, gate, epilogue)
 
 
-def _hopper(
+def _crew(
     x: torch.Tensor,
     w: torch.Tensor,
     offs: torch.Tensor,
@@ -94,10 +95,19 @@ def _torch(
     gate: Gate | None,
     epilogue: Epilogue | None,
 ) -> None:
-    bounds = reference.bounds(offs)
+    ends = reference.bounds(offs)
+    num_rows_of_blocks = [min(ROW_BLOCK, end - row) for begin, end in ends for row in range(begin, end, ROW_BLOCK)]
     if gate is not None:
-        tiles = hopper_tiles(problem_of(x, w, has_gate=True), 1)
-        gate.check([min(tiles.block_m, end - row) for begin, end in bounds for row in range(begin, end, tiles.block_m)])
+        gate.check(num_rows_of_blocks)
+    _torch_products(x, w, offs, out, epilogue)
+    if epilogue is not None and epilogue.landed is not None:
+        epilogue.landed_reference(num_rows_of_blocks)
+
+
+def _torch_products(
+    x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, out: torch.Tensor, epilogue: Epilogue | None
+) -> None:
+    bounds = reference.bounds(offs)
     if epilogue is None:
         for group, (begin, end) in enumerate(bounds):
             if end > begin:

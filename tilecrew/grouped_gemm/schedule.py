@@ -1,29 +1,39 @@
 """Problem and hardware -> Schedule: which implementation a grouped GEMM uses, its tiles, and why. Pure Python.
 
 Implementations:
-    hopper     wgmma kernel for compute capability 9.0, with gates and epilogues inside
+    hopper     wgmma kernel for compute capability 9.0, with gates, epilogues and notifications inside
+    mma_sync   the same kernel with mma.sync in place of wgmma, for 12.x; runs on 9.0 where it is asked for
     portable   plain Triton, every GPU that Triton compiles for; epilogues follow in torch
     torch      one torch product a group, where the offsets are on the host
 
 Hopper tiles have 128 rows, or 64 where groups are so small that most of 128 would be padding: there the weights bind,
 not the products. They have 256 columns, or 128 where 256 would leave SMs without a tile. All shared memory goes into
 stages of the ring, after what the epilogue needs.
+
+Tiles of mma_sync are 128 x 128 x 64: a block of compute capability 12.0 has 99 KB of shared memory, three stages of 32
+KB fill it, and results leave registers without a staging tile.
+
+Tiles come in a fixed order, block b of B taking the tiles b, b + B, ...: on an H200 taking them by ticket measured the
+same in alternating runs (674 and 677 TFLOP/s), for a counter in global memory that each call must reset.
 """
 
 from dataclasses import dataclass
 
 from tilecrew._hardware import Hardware
 
-IMPLEMENTATIONS = ("hopper", "portable", "torch")
+IMPLEMENTATIONS = ("hopper", "mma_sync", "portable", "torch")
 HALF_DTYPES = ("bfloat16", "float16")
 KERNEL_DTYPES = (*HALF_DTYPES, "float32")
 
 SHARED_MEMORY = 232_448  # bytes of a block, compute capability 9.0
+SMALL_SHARED_MEMORY = 101_376  # bytes of a block, compute capability 12.0
 COMPILER_BYTES = 512  # what Triton keeps in shared memory for itself: captured values, scratch of the scan
 ELEMENT_BYTES = 2
 BLOCK_K = 64
 CONSUMER_ROWS = 64
+ROW_BLOCK = 128  # rows that gates and notifications count together
 PIECE = 64  # columns of the accumulator that the epilogue takes at a time
+MMA_SYNC_WARPS = 8  # 16 rows each
 STAGES = (8, 4, 3, 2)  # counts by which the ring can number its stages
 BAND = 4  # row blocks that are computed together; up to 8 measured the same
 SMALL_GROUP = 64  # mean rows of a group up to which tiles have 64 rows
@@ -37,7 +47,7 @@ class Problem:
     """What a schedule may depend on: sizes known on the host, never the offsets.
 
     num_rows M, num_groups E, num_inner K, num_columns N (of the accumulator); dtype as torch prints it without its
-    prefix; has_gate: the call gives a gate.
+    prefix; has_gate: the call gives a gate; notifies: its epilogue says what has landed.
     """
 
     num_rows: int
@@ -46,12 +56,15 @@ class Problem:
     num_columns: int
     dtype: str
     has_gate: bool = False
+    notifies: bool = False
 
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Tiles of the hopper kernel. table_length: elements of the tables of groups. Registers are those of a thread:
-    of the load role, of the second consumer, and before the roles re-divide them."""
+    """Tiles of the hopper and mma_sync kernels. num_output_buffers: staging tiles of a consumer, 0 where it stores from
+    registers. table_length: elements of the tables of groups. Registers are those of a thread: of the load role, of the
+    second consumer, and before the roles re-divide them. A consumer is consumer_warps warps that multiply
+    consumer_rows rows, with wgmma or else with mma.sync."""
 
     block_m: int
     block_n: int
@@ -63,6 +76,9 @@ class TileSizes:
     load_registers: int
     consumer_registers: int
     entry_registers: int
+    consumer_rows: int = CONSUMER_ROWS
+    consumer_warps: int = 4
+    uses_wgmma: bool = True
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -75,7 +91,7 @@ class TileSizes:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The choice: implementation, the hopper kernel's tiles and blocks (None and 0 for others), the reason."""
+    """The choice: implementation, tiles and blocks of hopper and mma_sync (None and 0 for others), the reason."""
 
     implementation: str
     tiles: TileSizes | None
@@ -93,7 +109,9 @@ class Schedule:
 def supports(implementation: str, problem: Problem, hardware: Hardware) -> str | None:
     """None where the implementation can run the problem on the hardware, else the reason why it cannot."""
     if implementation == "hopper":
-        return _hopper_limit(problem, hardware)
+        return hardware.hopper_limit() or _crew_limit(problem)
+    if implementation == "mma_sync":
+        return hardware.tma_limit() or _crew_limit(problem)
     if implementation == "portable":
         return _portable_limit(problem, hardware)
     if hardware.device_type == "cuda":
@@ -116,15 +134,16 @@ def pick(problem: Problem, hardware: Hardware, implementation: str | None = None
         reasons = "; ".join(f"{name}: {limit}" for name, limit in limits.items())
         raise ValueError(f"no implementation can run this grouped GEMM: {reasons}")
     reason = f"the kernel for {hardware.name}"
-    if name != "hopper":
-        reason = f"hopper cannot run: {limits['hopper']}"
+    if name not in ("hopper", "mma_sync"):
+        reason = f"hopper cannot run: {limits['hopper']}; mma_sync cannot run: {limits['mma_sync']}"
     return _schedule(name, problem, hardware, reason)
 
 
 def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
-    """The tiles of the hopper kernel. A gate counts rows of 128-row blocks, so these are fixed with one."""
+    """The tiles of the hopper kernel. Gates and notifications count rows of 128-row blocks, which are fixed then."""
     mean_rows = problem.num_rows / max(problem.num_groups, 1)
-    block_m = CONSUMER_ROWS if mean_rows <= SMALL_GROUP and not problem.has_gate else 2 * CONSUMER_ROWS
+    may_be_small = not (problem.has_gate or problem.notifies)
+    block_m = CONSUMER_ROWS if mean_rows <= SMALL_GROUP and may_be_small else ROW_BLOCK
     row_blocks = max(_ceil_div(problem.num_rows, block_m), min(problem.num_groups, problem.num_rows) // 2, 1)
     is_wide = row_blocks * _ceil_div(problem.num_columns, 256) >= num_sms
     block_n = 256 if is_wide and problem.num_columns > 128 else 128
@@ -147,6 +166,35 @@ def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
     raise AssertionError("two stages fit for every number of groups that supports() lets through")
 
 
+def mma_sync_tiles(problem: Problem) -> TileSizes:
+    """The tiles of the mma_sync kernel, on every GPU within what a block of compute capability 12.0 has."""
+    for num_stages in (3, 2):
+        tiles = TileSizes(
+            block_m=ROW_BLOCK,
+            block_n=128,
+            block_k=BLOCK_K,
+            num_stages=num_stages,
+            num_output_buffers=0,
+            band=BAND,
+            table_length=table_length(problem.num_groups),
+            load_registers=40,
+            consumer_registers=232,
+            entry_registers=168,
+            consumer_rows=ROW_BLOCK,
+            consumer_warps=MMA_SYNC_WARPS,
+            uses_wgmma=False,
+        )
+        if tiles.shared_memory_bytes <= SMALL_SHARED_MEMORY:
+            return tiles
+    raise AssertionError("two stages fit for every number of groups that supports() lets through")
+
+
+def max_row_blocks(num_rows: int, num_groups: int) -> int:
+    """The most 128-row blocks that groups of `num_rows` rows in all can have: every group may have a partial one."""
+    num_partial = min(num_groups, num_rows)
+    return (num_rows - num_partial) // ROW_BLOCK + num_partial
+
+
 def table_length(num_groups: int) -> int:
     """A power of two with room for the groups, the rows behind them, and the end of these."""
     length = SEARCH
@@ -156,17 +204,17 @@ def table_length(num_groups: int) -> int:
 
 
 def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason: str) -> Schedule:
-    if implementation != "hopper":
+    if implementation not in ("hopper", "mma_sync"):
         return Schedule(implementation, None, 0, reason)
-    tiles = hopper_tiles(problem, hardware.num_sms)
+    is_hopper = implementation == "hopper"
+    tiles = hopper_tiles(problem, hardware.num_sms) if is_hopper else mma_sync_tiles(problem)
     most_row_blocks = problem.num_rows // tiles.block_m + min(problem.num_groups + 1, problem.num_rows)
     most_tiles = most_row_blocks * _ceil_div(problem.num_columns, tiles.block_n)
     return Schedule(implementation, tiles, min(hardware.num_sms, most_tiles), reason)
 
 
-def _hopper_limit(problem: Problem, hardware: Hardware) -> str | None:
-    if limit := hardware.hopper_limit():
-        return limit
+def _crew_limit(problem: Problem) -> str | None:
+    """What the kernel with roles cannot do, with wgmma or with mma.sync."""
     if problem.dtype not in HALF_DTYPES:
         return f"it needs bfloat16 or float16, x is {problem.dtype}"
     if problem.num_groups > MAX_GROUPS:
@@ -181,6 +229,8 @@ def _portable_limit(problem: Problem, hardware: Hardware) -> str | None:
         return f"it needs {', '.join(KERNEL_DTYPES)}, x is {problem.dtype}"
     if problem.has_gate:
         return "it has no gates"
+    if problem.notifies:
+        return "it has no notifications"
     return None
 
 

@@ -32,7 +32,7 @@ word:sem , word:scope , % , % , % {} : (t) -> (t) | 0 | 1 | tt.atomic_cas
 % , % , % ~ {} : t * t -> t | 0 1 2 | 2 | tt.dot
 % , % , % ,%* {} : t * t -> t | 0 1 2 i1 | 2 | ttng.warp_group_dot
 % ,%* {} : t* | 0 | 0 | ttng.warp_group_dot_wait
-string:asm {} % ,%* : t* -> t* | 0 | 1 | tt.elementwise_inline_asm
+string:asm {} %* :t* -> t* | 0 | 1 | tt.elementwise_inline_asm
 @ word:callee ( %* ) {} : (t) -> (t) | 0 | 1 | tt.call
 %* {} : (t) -> (t) | 0 | 1 | ttg.local_alloc
 % , % {} : t -> t | 0 1 | | ttg.local_store

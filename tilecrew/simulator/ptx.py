@@ -72,8 +72,14 @@ def _shuffle(value: np.ndarray, lane: np.ndarray, clamp: np.ndarray, mask: np.nd
     return np.take_along_axis(value.reshape(warps), lane.reshape(warps).astype(np.int64), -1).reshape(value.shape)
 
 
-# Launches run one after the other here, so that there is nothing to wait for.
-_BETWEEN_LAUNCHES = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+# Launches run one after the other here, so that there is nothing to wait for; and global memory has no proxies and no
+# stores under way: those of TMA are done when tma_store_wait ends.
+_WITHOUT_EFFECT = (
+    "griddepcontrol.wait",
+    "griddepcontrol.launch_dependents",
+    "fence.proxy.async",
+    "cp.async.bulk.wait_group 0",
+)
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,7 @@ def _parse(asm: str, constraints: str) -> _Program:
                     if not re.fullmatch(r"[A-Za-z_%][A-Za-z0-9_$]*", name.strip()):
                         raise ValueError(f"{name.strip()!r} is no name of a register")
                     registers[name.strip()] = kind[1:]
-            elif text and text not in _BETWEEN_LAUNCHES:
+            elif text and text not in _WITHOUT_EFFECT:
                 statements.append(_parse_statement(text, registers))
         except ValueError as error:
             raise ValueError(f"statement {text!r}: {error}") from error
@@ -266,7 +272,7 @@ def run(
     Args:
         asm: PTX with $0, $1, ... for the outputs and then the inputs. Known are the declarations .reg, and mov, add,
             sub, mul, shl, shr, and, or, xor, setp, selp, fma, neg, ex2 and shfl.sync.idx in the variants that the
-            project uses; braces are ignored, and so is griddepcontrol.
+            project uses; braces are ignored, and so are griddepcontrol, fence.proxy.async and cp.async.bulk.wait_group.
         constraints: one of =f, =r, =l, =&f, =&r, =&l for each output, then one of f, r, l for each input.
         inputs: one array [..., num_threads] for each input register, float32 for f, int32 for r, int64 for l. Leading
             dimensions are independent runs of the same threads.
@@ -326,7 +332,7 @@ def elementwise(
         asm: see `run`.
         constraints: see `run`.
         packed_element: elements in a pack.
-        inputs: tensors of one shape in logical order, float32 or int32; 0-dimensional ones have one thread.
+        inputs: tensors of one shape in logical order, float32 or int32; 0-dimensional ones, or none, have one thread.
         layout: layout of all of them, None for 0-dimensional ones.
         num_warps: warps of the warp group that holds them.
         first_thread: %tid.x of its first thread.
@@ -338,7 +344,7 @@ def elementwise(
         ValueError: what `run` raises; shapes that differ; registers that do not fill packs; one element with two
             values, because threads that share it computed different ones.
     """
-    shape = inputs[0].shape
+    shape = inputs[0].shape if inputs else ()
     if any(x.shape != shape for x in inputs):
         raise ValueError(f"shapes differ: {[x.shape for x in inputs]}")
     if shape:

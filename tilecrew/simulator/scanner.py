@@ -182,6 +182,10 @@ class Scanner:
                 return self.sequence(">")
             self.expect(">")
             return []
+        if self.accept("dense<"):
+            value = self.attribute()
+            self.need(r">\s*:\s*tensor<\d+xi\d+>", "vector of integers")
+            return value
         if self.accept("["):
             return [] if self.accept("]") else self.sequence("]")
         if self.accept("{"):
