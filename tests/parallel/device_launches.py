@@ -23,7 +23,7 @@ SECOND = 10**9
 
 LAUNCHES = {
     "barrier": (kernel_signal.barrier_kernel, (I32, I64, 0, 2, SECOND), {"num_warps": 1}),
-    "notify": (kernel_signal.notify_kernel, (I32, I32, I64, 0, 2), {"num_warps": 1}),
+    "notify": (kernel_signal.notify_kernel, (I32, I32, I64, 0, 2, 3), {"num_warps": 1}),
     "put": (kernel_signal.put_kernel, (I32, I64, 0, 1, 0, 2, 7), {"num_warps": 1}),
     "wait": (kernel_signal.wait_kernel, (I32, 0, 1, 7, I32, I64, 0, 2, SECOND), {"num_warps": 1}),
     "pull": (

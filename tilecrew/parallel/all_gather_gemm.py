@@ -36,8 +36,8 @@ class AllGatherGemm:
         num_comm_blocks: blocks that pull; at least 1 and less than the rank's multiprocessors. None: a quarter of
             them, at most 8. On the CPU None.
 
-    Raises TypeError or ValueError for a bad argument, where the GPU is not of compute capability 9.0, and on every rank
-    where ranks differ.
+    Raises TypeError or ValueError for a bad argument, where no grouped GEMM with gates runs on the GPU, and on every
+    rank where ranks differ.
     """
 
     def __init__(self, world: World, w: torch.Tensor, num_rows: int, *, num_comm_blocks: int | None = None) -> None:
@@ -50,7 +50,7 @@ class AllGatherGemm:
         total = world.size * num_rows
         problem = Problem(total, 1, num_inner, num_columns, str(w.dtype).removeprefix("torch."), has_gate=True)
         if self._is_gpu:
-            self._schedule = pick(problem, hardware_of(world.device), "hopper")
+            self._schedule = pick(problem, hardware_of(world.device))
         self.shards = ParallelTensor((num_rows, num_inner), w.dtype, world)
         with world.use():
             self._gathered = torch.zeros(total, num_inner, dtype=w.dtype, device=world.device)

@@ -7,9 +7,11 @@ Computes
 Roles        every block does the same: it walks its pieces of ROWS rows, block b the pieces b, b + blocks, ...
 Hand-offs    pull      counters[row block of 128] (scope gpu) += rows that have landed -> CountGate of the GEMM.
                        What it reads was ordered before it by the barrier of the world.
-             reduce    slots[r] (scope sys), written by rank r behind its GEMM -> every block, before its first load
+             reduce    slots[row block of 128][r] (scope sys), written by rank r when it has that block's products ->
+                       the block that sums them, before its loads
 Timeline     pull      [piece] loads -> stores -> proxy fence (TMA will read them) -> barrier of the block -> release
-             reduce    wait for the slots of all ranks -> [piece] [rank] load, add -> round once, store
+             reduce    [piece] wait for the slots of all ranks -> barrier of the block -> [rank] load, add -> round
+                       once, store
 
 Peers' rows are loaded past the L1 cache, which nobody keeps coherent with other GPUs. Where a wait of the world has
 failed, rows become NaN and counters are raised nevertheless: a GEMM that waits ends, and nobody takes its result for
@@ -102,11 +104,15 @@ def reduce_kernel(
     partials, offsets, out = matrices
     expected = tl.load(epoch)
     is_well = expected == expected
-    for writer in range(size):
-        is_well &= wait_for_rank(slots + writer, expected, 0, writer, control, control_offsets, rank, size, timeout)
-    tl.debug_barrier()
     for piece in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = piece * ROWS
+        first = rank * num_rows + row
+        last = first + tl.minimum(num_rows - row, ROWS) - 1
+        for block in range(first // ROW_BLOCK, last // ROW_BLOCK + 1):
+            for writer in range(size):
+                flag = slots + block * size + writer
+                is_well &= wait_for_rank(flag, expected, block, writer, control, control_offsets, rank, size, timeout)
+        tl.debug_barrier()
         for column in range(0, num_columns, COLUMNS):
             total = tl.zeros([ROWS, COLUMNS], tl.float32)
             for peer in range(size):

@@ -4,10 +4,10 @@ Computes     nothing: flags only.
 Roles        one block of one warp.
 Hand-offs    slots (int32, scope sys), each written by one rank only and polled where it lies, never over a link:
                  barrier   slots[writer] of every rank <- the writer's epoch
-                 notify    the same for an operator's slots
+                 notify    slots[slot][writer] <- the epoch of an operator
              What is compared are epochs, which live in device memory and only grow; nothing is reset.
 Timeline     barrier   epoch + 1 -> slot on every rank -> wait for the own slots
-             notify    epoch + 1 -> slot on every rank
+             notify    the epoch -> all slots on every rank
 
 The control block of a rank, int32, one line of 128 bytes each:
     0              abort: not 0 when a wait of any rank has failed
@@ -69,14 +69,15 @@ def barrier_kernel(control, offsets, rank, size, timeout):
     tl.store(control + EPOCH.value, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "size"])
-def notify_kernel(epoch, slots, offsets, rank, size):
-    """Behind the kernels of its stream: epoch + 1, told to slot[rank] of every rank."""
-    value = tl.load(epoch) + 1
+@triton.jit(do_not_specialize=["rank", "size", "num_slots"])
+def notify_kernel(epoch, slots, offsets, rank, size, num_slots):
+    """Behind the kernels of its stream: the epoch, told to this rank's cell of every slot of every rank."""
+    value = tl.load(epoch)
     fence("sys")
     for peer in range(size):
-        store_release(peer_pointer(slots + rank, offsets, peer), value, "sys")
-    tl.store(epoch, value)
+        there = peer_pointer(slots + rank, offsets, peer)
+        for slot in range(num_slots):
+            store_release(there + slot * size, value, "sys")
 
 
 @triton.jit(do_not_specialize=["slot", "peer", "rank", "size", "value"])
