@@ -83,11 +83,20 @@ def build_app() -> Any:
     add_trace(app)
 
     @app.command()
-    def doctor() -> None:
-        """Show versions, the device, which implementations can run here and why not, and the integrations."""
+    def doctor(
+        ranks: Annotated[bool, typer.Option(help="Check memory and links between ranks, which takes a while.")] = True,
+    ) -> None:
+        """Show versions, the device, which implementations can run here and why not, the integrations, and check what
+        ranks that work together rely on.
+
+        Exit code 1 where a check fails.
+        """
         from rich.console import Console
 
-        print_report(Console())
+        console = Console()
+        print_report(console)
+        if ranks and not print_preflight(console):
+            raise typer.Exit(1)
 
     return app
 
@@ -258,6 +267,23 @@ def print_report(console: Any) -> None:
     table("Device", rows=_device_facts(device))
     table("Gated delta rule here", "implementation", "problem", "runs", "why not", rows=_implementations(device))
     table("Integrations", "library", "available", "why not", rows=_integrations())
+
+
+def print_preflight(console: Any) -> bool:
+    """Runs the checks between ranks and prints them as a table; False where one fails."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from tilecrew.parallel.preflight import run_preflight
+
+    marks = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
+    drawn = Table("what", "right", "found", title="Ranks here", title_justify="left")
+    is_right = True
+    for check in run_preflight():
+        is_right = is_right and check.is_right is not False
+        drawn.add_row(check.name, marks[check.is_right], escape(check.detail))
+    console.print(drawn)
+    return is_right
 
 
 def _versions() -> list[tuple[str, ...]]:

@@ -1,0 +1,144 @@
+"""AllGatherGemm: every rank multiplies the rows of all ranks by its own weights, and they arrive while it does."""
+
+import importlib
+
+import torch
+
+from tilecrew._hardware import hardware_of
+from tilecrew.grouped_gemm.hooks import CountGate
+from tilecrew.grouped_gemm.schedule import Problem, pick
+from tilecrew.parallel import fusion
+from tilecrew.parallel.signal import Signals
+from tilecrew.parallel.tensor import ParallelTensor
+from tilecrew.parallel.world import World
+
+
+class AllGatherGemm:
+    """out = concatenation of x of all ranks, in their order, @ w: the first half of a tensor-parallel layer.
+
+    Making one is collective, and so is every call. Protocol of a call, on every rank:
+
+        barrier                     nobody still reads the shards of the call before
+        x -> own shard; barrier     the shards of all ranks are there
+        communication blocks        pull rows of all ranks, 8 at a time, own ones first and then the ring, into one
+                                    matrix; counter of the 128-row block += rows that have landed (release, scope gpu)
+        GEMM, beside them           its gate (CountGate) holds a tile back until its row block is complete
+
+    The grid of the GEMM leaves the communication blocks their SMs, so that those run whoever starts first. On the CPU
+    the same is done by torch: each rank tells the others by a slot that its shard is there, and multiplies the rows of
+    a rank when that rank has told.
+
+    Args:
+        world: this rank's World.
+        w: [K, N], this rank's columns; K and N multiples of 8, K the same on all ranks; bfloat16 or float16 (on the
+            CPU also float32 and float64), contiguous in K or N. Kept and read at each call.
+        num_rows: rows of each rank's x, at least 1; the same on all ranks.
+        num_comm_blocks: blocks that pull; at least 1 and less than the rank's multiprocessors. None: a quarter of
+            them, at most 8. On the CPU None.
+
+    Raises TypeError or ValueError for a bad argument, where no grouped GEMM with gates runs on the GPU, and on every
+    rank where ranks differ.
+    """
+
+    def __init__(self, world: World, w: torch.Tensor, num_rows: int, *, num_comm_blocks: int | None = None) -> None:
+        fusion.check_weights(world, w)
+        fusion.check_rows(world, num_rows)
+        self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
+        self.world, self.w, self.num_rows = world, w, num_rows
+        num_inner, num_columns = w.shape
+        self._is_gpu = world.device.type == "cuda"
+        total = world.size * num_rows
+        problem = Problem(total, 1, num_inner, num_columns, str(w.dtype).removeprefix("torch."), has_gate=True)
+        if self._is_gpu:
+            self._schedule = pick(problem, hardware_of(world.device))
+        self.shards = ParallelTensor((num_rows, num_inner), w.dtype, world)
+        with world.use():
+            self._gathered = torch.zeros(total, num_inner, dtype=w.dtype, device=world.device)
+            if self._is_gpu:
+                self._make_gpu_parts(total)
+        if not self._is_gpu:
+            self._epoch = 0
+            self._signals = Signals(world, 1)
+        world.quiesce()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [num_rows, K] in the dtype of w, on the world's device. Returns [W * num_rows, N].
+
+        On a GPU the result is on the rank's stream (in an emulated world its own, which `World.synchronize` waits
+        for). Where a wait has failed it is NaN, and `World.synchronize` raises WaitError; on the CPU the call does.
+        """
+        fusion.check_input(self.world, x, self.w, self.num_rows)
+        if not self._is_gpu:
+            return self._on_cpu(x)
+        fusion.follow_caller(self.world)
+        with self.world.use():
+            out = x.new_empty(self.world.size * self.num_rows, self.w.shape[1])
+            self._counters.zero_()
+            self.world.barrier()
+            self.shards.local.copy_(x)
+            self.world.barrier()
+            stream = torch.cuda.current_stream()
+            self._side.wait_stream(stream)
+            with torch.cuda.stream(self._side):
+                self._pull(self.world.control.local, self.world.size)
+            self._multiply(out)
+            stream.wait_stream(self._side)
+        return out
+
+    def destroy(self) -> None:
+        """Collective; see ParallelTensor.destroy."""
+        self.shards.destroy()
+        if not self._is_gpu:
+            self._signals.destroy()
+
+    def _make_gpu_parts(self, total: int) -> None:
+        device = self.world.device
+        self._side = torch.cuda.Stream(device)
+        self._offs = torch.full((1,), total, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(-(-total // fusion.ROW_BLOCK), dtype=torch.int32, device=device)
+        # Launches that load the kernels: nothing to pull, and nothing to wait for.
+        out = self.w.new_empty(total, self.w.shape[1])
+        self._counters.zero_()
+        self.shards.local.copy_(torch.zeros_like(self.shards.local))
+        with torch.cuda.stream(self._side):
+            self._pull(fusion.scratch_control(self.world), 0)
+        self._counters.fill_(fusion.ROW_BLOCK)
+        self._multiply(out)
+        torch.cuda.synchronize(device)
+
+    def _pull(self, control: torch.Tensor, size: int) -> None:
+        fusion.exchange_kernels().pull_kernel[(self.num_comm_blocks,)](
+            self.shards.local,
+            self.shards.offsets,
+            self._gathered,
+            self._counters,
+            control,
+            self.world.rank,
+            size,
+            self.num_rows,
+            self.w.shape[0],
+            **fusion.PIECE,
+        )
+
+    def _multiply(self, out: torch.Tensor) -> None:
+        kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
+        hooks = kernel.hooks_of(CountGate(self._counters, self.world.timeout_seconds), None)
+        tiles = self._schedule.tiles
+        num_programs = min(self._schedule.num_programs, self.world.num_sms - self.num_comm_blocks)
+        kernel.launch(self._gathered, self.w[None], self._offs, out, tiles, num_programs, hooks).run()
+
+    def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        world, rows = self.world, self.num_rows
+        out = x.new_empty(world.size * rows, self.w.shape[1])
+        world.barrier()
+        self.shards.local.copy_(x)
+        self._epoch += 1
+        for peer in range(world.size):
+            self._signals.put(0, peer, self._epoch)
+        for step in range(world.size):
+            peer = (world.rank + step) % world.size
+            self._signals.wait(0, peer, self._epoch)
+            landed = slice(peer * rows, (peer + 1) * rows)
+            self._gathered[landed].copy_(self.shards.peer(peer))
+            torch.mm(self._gathered[landed], self.w, out=out[landed])
+        return out
