@@ -31,7 +31,7 @@ def empty(*shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gather(shape, dtype, weighted):
-    x, _, weights, row_routes, token_rows = make(shape, dtype)
+    x, _, weights, row_routes, _ = make(shape, dtype)
     top_k = shape[1]
     out = empty(row_routes.shape[0], shape[3], dtype=dtype)
     kernel_rows.gather_launch(x, weights if weighted else None, row_routes, out, top_k).run()

@@ -70,9 +70,7 @@ def test_first_and_second_gradients():
 def test_without_weights():
     x, y, weights, row_routes, token_rows = make()
     ones = torch.ones_like(weights)
-    assert torch.equal(
-        ops.moe_gather(x, None, row_routes, token_rows), ops.moe_gather(x, ones, row_routes, token_rows)
-    )
+    assert torch.equal(ops.moe_gather(x, None, row_routes, token_rows), ops.moe_gather(x, ones, row_routes, token_rows))
     assert torch.equal(
         ops.moe_combine(y, None, None, row_routes, token_rows), ops.moe_combine(y, ones, None, row_routes, token_rows)
     )

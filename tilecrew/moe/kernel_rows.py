@@ -1,4 +1,4 @@
-"""Rows between tokens and experts, in plain Triton: gather, combine, and the products that route weights' gradients are.
+"""Rows between tokens and experts, in plain Triton: gather, combine, and products for the gradients of weights.
 
 Computes    gather      out[p] = weights[r] * x[r // K],  r = row_routes[p];  zeros where r is -1          (README, 1)
             combine     out[t] = sum over k, in order, of weights[t, k] * y[token_rows[t, k]] + base[t]    (README, 2)
@@ -47,8 +47,8 @@ def combine_launch(
     base: torch.Tensor | None,
     out: torch.Tensor,
 ) -> Launch:
-    """The launch for y [P, H], weights [T, K] float32 or None, token_rows [T, K] int32, base [T, H] or None, out [T, H];
-    all contiguous."""
+    """The launch for y [P, H], weights [T, K] float32 or None, token_rows [T, K] int32, base and out [T, H], base or
+    None; all contiguous."""
     sizes = _sizes(out.shape[1], token_rows.shape[1])
     args = (y, weights, token_rows, base, out, sizes)
     return Launch(combine_kernel, _num_programs(out, sizes), args, {"num_warps": 4})

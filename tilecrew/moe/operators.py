@@ -4,8 +4,8 @@
     moe_combine(y, weights?, base?, row_routes, token_rows) -> [T, H]  rows to tokens
     moe_products(a, y, row_routes, token_rows) -> [T, K]               what a route weight's gradient is
 
-x, a [T, H], y [P, H], weights [T, K], base [T, H]. row_routes [P] and token_rows [T, K] are inverse to each other: row p
-holds the route row_routes[p] = t * K + k, and token_rows[t, k] = p; -1 where there is none. Each operator takes both,
+x, a [T, H], y [P, H], weights [T, K], base [T, H]. row_routes [P] and token_rows [T, K] are inverse to each other: row
+p holds the route row_routes[p] = t * K + k, and token_rows[t, k] = p; -1 where there is none. Each operator takes both,
 because the gradients of the three are the three again: that of a combine is a weighted gather, and so on.
 
 weights and products have the wide dtype of x: float32, or float64 for float64.
@@ -158,9 +158,7 @@ def _products_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor 
 
 
 LIBRARY.define("moe_gather(Tensor x, Tensor? weights, Tensor row_routes, Tensor token_rows) -> Tensor")
-LIBRARY.define(
-    "moe_combine(Tensor y, Tensor? weights, Tensor? base, Tensor row_routes, Tensor token_rows) -> Tensor"
-)
+LIBRARY.define("moe_combine(Tensor y, Tensor? weights, Tensor? base, Tensor row_routes, Tensor token_rows) -> Tensor")
 LIBRARY.define("moe_products(Tensor a, Tensor y, Tensor row_routes, Tensor token_rows) -> Tensor")
 for _name, _implementation, _fake, _gradients in (
     ("moe_gather", _gather, _gather_fake, _gather_gradients),

@@ -79,15 +79,18 @@ def routing_by_loops(
             tables = (offs, tokens_per_expert, rows, routes)
     offs, tokens_per_expert, rows, routes = tables
     num_behind = max_rows(topk_ids.numel(), len(offs), row_block) - len(rows)
-    options = {"dtype": torch.int32, "device": topk_ids.device}
+
+    def table(values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=topk_ids.device)
+
     return Routing(
         rank=rank,
         world_size=world_size,
         num_experts=num_experts,
         row_block=row_block,
-        offs=torch.tensor(offs, **options),
-        tokens_per_expert=torch.tensor(tokens_per_expert, **options),
-        pull_dispatch_indices=torch.tensor(rows + [[-1, -1]] * num_behind, **options).reshape(-1, 2),
-        row_routes=torch.tensor(routes + [-1] * num_behind, **options),
-        combine_indices=torch.tensor(combine, **options).reshape(-1, 2),
+        offs=table(offs),
+        tokens_per_expert=table(tokens_per_expert),
+        pull_dispatch_indices=table(rows + [[-1, -1]] * num_behind).reshape(-1, 2),
+        row_routes=table(routes + [-1] * num_behind),
+        combine_indices=table(combine).reshape(-1, 2),
     )

@@ -59,9 +59,8 @@ def owner_of(experts: torch.Tensor, num_experts: int, world_size: int) -> torch.
     """The rank of each expert: the inverse of `expert_range`."""
     small, num_large = divmod(num_experts, world_size)
     in_large = num_large * (small + 1)
-    return torch.where(
-        experts < in_large, experts // (small + 1), num_large + (experts - in_large).div(max(small, 1), rounding_mode="floor")
-    )
+    behind_large = num_large + (experts - in_large) // max(small, 1)
+    return torch.where(experts < in_large, experts // (small + 1), behind_large)
 
 
 def max_rows(num_routes: int, num_local_experts: int, row_block: int) -> int:
@@ -101,10 +100,10 @@ def build_routing(
     _check(topk_ids, num_experts, rank, num_tokens, row_block)
     world_size, capacity, top_k = topk_ids.shape
     per_rank, total = capacity * top_k, topk_ids.numel()
-    options = {"dtype": torch.int64, "device": topk_ids.device}
+    device = topk_ids.device
 
     ids = topk_ids.reshape(-1).to(torch.int64)
-    route = torch.arange(total, **options)
+    route = torch.arange(total, dtype=torch.int64, device=device)
     source = route // max(per_rank, 1)
     is_route = (ids >= 0) & (ids < num_experts)
     if num_tokens is not None:
@@ -116,7 +115,7 @@ def build_routing(
     key = torch.where(is_route, key, num_experts * total + route)
     sorted_key, order = torch.sort(key)
 
-    expert = torch.arange(num_experts + 1, **options)
+    expert = torch.arange(num_experts + 1, dtype=torch.int64, device=device)
     begins = torch.searchsorted(sorted_key, expert * total)  # of each expert in the sorted routes
     counts = begins.diff()
     padded = (counts + row_block - 1) // row_block * row_block
@@ -190,7 +189,9 @@ def _check(
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}")
     if not isinstance(rank, int) or not 0 <= rank < sizes["W"]:
-        raise ValueError(f"rank must be 0 to {sizes['W'] - 1} (from topk_ids of shape {tuple(topk_ids.shape)}), got {rank!r}")
+        raise ValueError(
+            f"rank must be 0 to {sizes['W'] - 1} (from topk_ids of shape {tuple(topk_ids.shape)}), got {rank!r}"
+        )
     check_ids(topk_ids, num_experts)
     if num_tokens is None:
         return
@@ -201,7 +202,9 @@ def _check(
     if num_tokens.device.type == "cpu" and not torch.compiler.is_compiling():
         for index, count in enumerate(num_tokens.tolist()):
             if not 0 <= count <= sizes["T"]:
-                raise ValueError(f"num_tokens of rank {index} must be 0 to the capacity of {sizes['T']} tokens, got {count}")
+                raise ValueError(
+                    f"num_tokens of rank {index} must be 0 to the capacity of {sizes['T']} tokens, got {count}"
+                )
 
 
 def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
