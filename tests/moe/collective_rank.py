@@ -192,6 +192,13 @@ def gradients_that_some_ranks_do_not_need(group):
     if part.rank == 0:
         torch.testing.assert_close(part.leaves["x"].grad.double(), wanted[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(part.leaves["down"].grad.double(), wanted[4], rtol=1e-4, atol=1e-5)
+    # An output of shared experts that is there already is added, and gets the gradient of the sum.
+    shared = torch.randn_like(part.leaves["x"]).requires_grad_()
+    x, weights, gate, up, down, *_ = part.leaves.values()
+    ids, w_gate_up = part.problem.topk_ids[part.tokens], interleave_gate_up(gate, up)
+    summed = tilecrew.moe_forward(x, ids, weights, w_gate_up, down, world=group, shared=shared)
+    torch.testing.assert_close(summed, out + shared)
+    assert torch.equal(torch.autograd.grad(summed, shared, d_out[part.tokens])[0], d_out[part.tokens])
     out = part.run()
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="works once"):
