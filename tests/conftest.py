@@ -9,10 +9,6 @@ import torch
 
 from tests import gpu_record
 
-# Emulated ranks have two streams each: one that waits must not share a hardware queue with one that it waits for. CUDA
-# reads this when it starts.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     gpu_record.add_option(parser)
