@@ -179,9 +179,8 @@ def test_what_is_notified_has_landed(tile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [5, 12])
-def test_a_notification_that_does_not_wait_for_its_stores_is_found(place):
-    """The wait in front of each consumer's notification left out: under some seed elements are missing then.
+def test_a_notification_that_does_not_wait_for_its_stores_is_found():
+    """The wait in front of the first consumer's notification left out: under some seeds elements are missing then.
 
     Waits for stores of a consumer: at the begin of a tile, in front of its four pieces, here, and at the end.
     """
@@ -192,7 +191,7 @@ def test_a_notification_that_does_not_wait_for_its_stores_is_found(place):
     program = run.compile_program(launch)
     named = names_of_places(program, "drop store wait", run.role_names(launch))
     assert len(named) == 14
-    mutated = mutate(program, "drop store wait", named["consumer_role", place])
+    mutated = mutate(program, "drop store wait", named["consumer_role", 5])
     missing = []
     for seed in range(6):
         out.fill_(float("nan"))
