@@ -230,3 +230,25 @@ def test_bad_operators(w, num_rows, options, error, message, operator, world):
 def test_bad_input(x, error, message, operator, world):
     with pytest.raises(error, match=message):
         operator(world, torch.zeros(8, 8), 4)(x)
+
+
+@pytest.mark.parametrize("operator", [AllGatherGemm, GemmReduceScatter])
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        ([0.0], TypeError, "out must be a torch.Tensor, got list"),
+        (torch.zeros(4, 16, dtype=BF16), TypeError, "out must be float32, the dtype of x, got bfloat16"),
+        (torch.zeros(4, 8), ValueError, r"out must be contiguous, of shape \(4, 16\), on cpu, got \(4, 8\)"),
+        (torch.zeros(16, 4).T, ValueError, r"got \(4, 16\) with strides \(1, 4\)"),
+    ],
+)
+def test_bad_output(out, error, message, operator, world):
+    with pytest.raises(error, match=message):
+        operator(world, torch.zeros(8, 16), 4)(torch.zeros(4, 8), out=out)
+
+
+@pytest.mark.parametrize("operator", [AllGatherGemm, GemmReduceScatter])
+def test_output_is_written_and_returned(operator, world):
+    x, w, out = torch.randn(4, 8), torch.randn(8, 16), torch.full((4, 16), float("nan"))
+    assert operator(world, w, 4)(x, out=out) is out
+    assert torch.allclose(out, x @ w)

@@ -134,8 +134,10 @@ class World:
     def allocate(
         self, signature: str, num_bytes: int, initialize: Callable[[torch.Tensor], None]
     ) -> list[torch.Tensor]:
-        """Collective: one uint8 vector for each rank, of zeros that went through `initialize`. Raises ValueError on every
-        rank where they differ in `signature`."""
+        """Collective: one uint8 vector for each rank, of zeros that went through `initialize`.
+
+        Raises ValueError on every rank where they differ in `signature`.
+        """
         self.require_open()
         return self.provider.allocate(self.rank, signature, num_bytes, initialize)
 
