@@ -1,7 +1,8 @@
 """Checks a machine with two GPUs or more in less than three minutes: `python -m tests.parallel.check`.
 
 It prints what `tilecrew doctor` finds about ranks, then runs the tests marked multi_gpu. The tests start their own
-processes; neither torchrun nor NCCL is needed. The exit code is 1 where a check or a test fails.
+processes; neither torchrun nor NCCL is needed. The exit code is 1 where a check or a test fails, and 2 where there are
+no two GPUs.
 """
 
 import os
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 from tilecrew.parallel.preflight import run_preflight
 
@@ -18,6 +21,9 @@ LIMIT_SECONDS = 175
 
 def main() -> int:
     start = time.monotonic()
+    if torch.cuda.device_count() < 2:
+        print(f"this needs two GPUs, torch sees {torch.cuda.device_count()}")
+        return 2
     # Multicast is not used, and setting it up fails on hosts whose switches do not offer it.
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     is_right = True

@@ -22,7 +22,7 @@ from tilecrew.parallel import (
     on_every_rank,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("emulated ranks")]
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = [1, 2, 3, 4, 8]
 LONGEST_CYCLES = 150_000_000  # some 100 ms
