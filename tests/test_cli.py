@@ -87,10 +87,10 @@ def test_bench_with_an_option_that_cannot_be_met(option, value, message, monkeyp
 def test_bench_grouped_gemm(tmp_path):
     """Times, rates and ratios fit each other, and the file has them."""
     path = tmp_path / "results" / "grouped_gemm.json"
-    result = invoke("bench", "grouped-gemm", "--device", "cpu", "--seconds", "1", "--json", str(path))
+    result = invoke("bench", "grouped-gemm", "--device", "cpu", "--seconds", "60", "--json", str(path))
     assert result.exit_code == 0, result.output
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 8
+    assert len(rows) == 10
     for row in rows:
         size = row["shape"]
         assert row["error"] <= 1e-5
@@ -107,8 +107,8 @@ def test_bench_grouped_gemm_gives_no_time_to_a_wrong_result(monkeypatch):
 
     product = tilecrew.grouped_gemm
 
-    def wrong(x, w, offs):
-        result = product(x, w, offs)
+    def wrong(x, w, offs, **options):
+        result = product(x, w, offs, **options)
         result[0, 0] += 1
         return result
 
@@ -116,9 +116,9 @@ def test_bench_grouped_gemm_gives_no_time_to_a_wrong_result(monkeypatch):
     for shape in grouped_gemm.CASES["small"]:
         rows = grouped_gemm.measure(shape, torch.device("cpu"), 0.0)
         refused = {row.name: row.refused for row in rows if row.milliseconds is None}
-        assert set(refused) == {"tilecrew", "tilecrew transposed"}
+        assert set(refused) == {"tilecrew", "tilecrew transposed", "tilecrew notifying"}
         assert all("is above 1e-05" in reason for reason in refused.values())
-    result = invoke("bench", "grouped-gemm", "--device", "cpu", "--seconds", "1")
+    result = invoke("bench", "grouped-gemm", "--device", "cpu", "--seconds", "60")
     assert result.exit_code == 1
     assert "REFUSED AssertionError: error" in result.output
 
