@@ -13,6 +13,7 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 12
+PARALLEL = ROOT / "tilecrew" / "parallel"
 FAMILIES = [ROOT / "tilecrew" / name for name in ("gated_delta_rule", "grouped_gemm")]
 # Modules of each family that import no kernel language: mathematics, choices, and what a caller holds in his hands.
 PLAIN_STEMS = {
@@ -85,7 +86,8 @@ def imports_triton(path):
 
 
 def is_device_code(path):
-    return path.is_relative_to(ROOT / "tilecrew" / "device") or (family_of(path) is not None and imports_triton(path))
+    in_family = family_of(path) is not None or path.is_relative_to(PARALLEL)
+    return path.is_relative_to(ROOT / "tilecrew" / "device") or (in_family and imports_triton(path))
 
 
 def test_there_are_sources():
@@ -155,11 +157,28 @@ def test_only_device_modules_and_kernels_import_device_code():
             assert path.stem.startswith(device_stems), name_of(path)
 
 
+def test_only_kernels_of_parallel_know_the_kernel_language():
+    files = sorted(PARALLEL.glob("*.py"))
+    kernels = [path for path in files if path.stem.startswith("kernel_")]
+    assert [path.stem for path in kernels if not is_device_code(path)] == []
+    assert len(kernels) >= 4
+    for path in set(files) - set(kernels):
+        assert not imports_triton(path), name_of(path)
+        assert not any(".kernel_" in name for name in imports_of(path)), name_of(path)
+
+
+def test_families_and_device_code_do_not_know_of_parallel():
+    """tilecrew.parallel is built on the grouped GEMM and its hooks, not the other way round."""
+    for path in FILES:
+        if family_of(path) is not None or path.is_relative_to(ROOT / "tilecrew" / "device"):
+            assert not any(name.startswith("tilecrew.parallel") for name in imports_of(path)), name_of(path)
+
+
 def test_importing_loads_no_triton_and_starts_no_gpu():
     program = (
         "import torch\n"
         "before = set(__import__('sys').modules)\n"
-        "import tilecrew, sys\n"
+        "import tilecrew, tilecrew.parallel, sys\n"
         "loaded = set(sys.modules) - before\n"
         "assert not any(name.split('.')[0] in ('triton', 'transformers', 'fla') for name in loaded), loaded\n"
         "assert not any('.kernel_' in name or name.startswith('tilecrew.device') for name in loaded), loaded\n"

@@ -22,7 +22,7 @@ from tilecrew.parallel import (
     on_every_rank,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("emulated ranks")]
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = [1, 2, 3, 4, 8]
 LONGEST_CYCLES = 150_000_000  # some 100 ms
@@ -66,21 +66,19 @@ def test_barriers_order_what_peers_read(size, first_epoch, make_worlds):
     worlds = make_worlds(size, first_epoch=first_epoch)
     shape, num_turns, generator = (33, 65), 12, random.Random(size)
     tensors = [ParallelTensor(shape, torch.int32, world) for world in worlds]
-    sources = [content(rank, shape, "cuda") for rank in range(size)]
-    turns = torch.arange(num_turns, device="cuda", dtype=torch.int32)
+    sources = [[content(rank, shape, "cuda") + turn for turn in range(num_turns)] for rank in range(size)]
     found = [torch.zeros(num_turns, size, *shape, dtype=torch.int32, device="cuda") for _ in worlds]
 
     def turn_of(world, turn):
         if turn % 3 == world.rank % 3:
             delay(generator)
-        tensors[world.rank].local.copy_(sources[world.rank] + turns[turn])
+        tensors[world.rank].local.copy_(sources[world.rank][turn])
         world.barrier()
         for peer in range(size):
             found[world.rank][turn, peer].copy_(tensors[world.rank].peer(peer))
         world.barrier()
 
-    warm = sources[0] + turns[0]
-    found[0][0, 0].copy_(warm)
+    found[0][0, 0].copy_(sources[0][0])
     torch.cuda.synchronize()
     for turn in range(num_turns):
         on_every_rank(worlds, turn_of, turn)
@@ -88,7 +86,7 @@ def test_barriers_order_what_peers_read(size, first_epoch, make_worlds):
     for rank in range(size):
         for turn in range(num_turns):
             for peer in range(size):
-                assert torch.equal(found[rank][turn, peer], sources[peer] + turn), (rank, turn, peer)
+                assert torch.equal(found[rank][turn, peer], sources[peer][turn]), (rank, turn, peer)
 
 
 def test_without_barriers_a_peer_reads_too_early(make_worlds):
@@ -112,15 +110,14 @@ def test_signals_order_what_peers_write(size, make_worlds):
     worlds, generator = make_worlds(size), random.Random(size)
     tensors = [ParallelTensor((size, 1000), torch.int32, world) for world in worlds]
     signals = [Signals(world, 2, first_epoch=NEAR_WRAP) for world in worlds]
-    sources = [content(rank, (1000,), "cuda") for rank in range(size)]
     num_turns = 8
+    sources = [[content(rank, (1000,), "cuda") + turn for turn in range(num_turns)] for rank in range(size)]
     found = [torch.zeros(num_turns, size, 1000, dtype=torch.int32, device="cuda") for _ in worlds]
-    turns = torch.arange(num_turns, device="cuda", dtype=torch.int32)
 
     def turn_of(world, turn):
         delay(generator)
         for peer in range(size):
-            tensors[world.rank].peer(peer)[world.rank].copy_(sources[world.rank] + turns[turn])
+            tensors[world.rank].peer(peer)[world.rank].copy_(sources[world.rank][turn])
             signals[world.rank].put(1, peer, NEAR_WRAP + turn + 1)
         for writer in range(size):
             signals[world.rank].wait(1, writer, NEAR_WRAP + turn + 1)
@@ -135,7 +132,7 @@ def test_signals_order_what_peers_write(size, make_worlds):
     for rank in range(size):
         for turn in range(num_turns):
             for writer in range(size):
-                assert torch.equal(found[rank][turn, writer], sources[writer] + turn), (rank, turn, writer)
+                assert torch.equal(found[rank][turn, writer], sources[writer][turn]), (rank, turn, writer)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -167,6 +164,14 @@ def test_a_missing_signal_names_slot_and_epochs(make_worlds):
             world.synchronize()
 
 
+def outputs(num_turns, size, num_rows, num_columns, dtype):
+    """[turn][rank], NaN, made before anything waits."""
+    options = {"dtype": dtype, "device": "cuda"}
+    return [
+        [torch.full((num_rows, num_columns), float("nan"), **options) for _ in range(size)] for _ in range(num_turns)
+    ]
+
+
 def gather_operators(worlds, num_rows, num_inner, num_columns, dtype, transposed=False, **options):
     weights = [weights_of(world.rank, num_inner, num_columns, dtype).cuda() for world in worlds]
     if transposed:
@@ -194,15 +199,15 @@ def test_all_gather_gemm(size, num_rows, num_inner, num_columns, dtype, transpos
     inputs = [
         [input_of(r, turn, (num_rows, num_inner), dtype).cuda() for r in range(size)] for turn in range(num_turns)
     ]
+    found = outputs(num_turns, size, size * num_rows, num_columns, dtype)
     torch.cuda.synchronize()
-    found = []
     for turn in range(num_turns):
 
         def call(world, turn=turn):
             delay(generator)
-            return operators[world.rank](inputs[turn][world.rank])
+            operators[world.rank](inputs[turn][world.rank], out=found[turn][world.rank])
 
-        found.append(on_every_rank(worlds, call))
+        on_every_rank(worlds, call)
     synchronize(worlds)
     for turn in range(num_turns):
         x = torch.cat(inputs[turn])
@@ -217,8 +222,9 @@ def test_any_number_of_communication_blocks(num_comm_blocks, make_worlds):
     worlds = make_worlds(2)
     weights, operators = gather_operators(worlds, 300, 264, 520, BF16, num_comm_blocks=num_comm_blocks)
     inputs = [input_of(rank, 0, (300, 264), BF16).cuda() for rank in range(2)]
+    (found,) = outputs(1, 2, 600, 520, BF16)
     torch.cuda.synchronize()
-    found = on_every_rank(worlds, lambda world: operators[world.rank](inputs[world.rank]))
+    on_every_rank(worlds, lambda world: operators[world.rank](inputs[world.rank], out=found[world.rank]))
     synchronize(worlds)
     for out, w in zip(found, weights, strict=True):
         assert relative_error(out, torch.cat(inputs).double() @ w.double()) < 4e-3
@@ -245,15 +251,15 @@ def test_gemm_reduce_scatter(size, num_rows, num_inner, num_columns, dtype, make
     assert operators[0].is_fused == (hardware_of("cuda").tma_limit() is None)
     num_turns, shape = 4, (size * num_rows, num_inner)
     inputs = [[input_of(rank, turn, shape, dtype).cuda() for rank in range(size)] for turn in range(num_turns)]
+    found = outputs(2 * num_turns, size, num_rows, num_columns, dtype)
     torch.cuda.synchronize()
-    found = []
-    for turn in [0, 1, 2, 3, 0, 1, 2, 3]:
+    for turn in range(2 * num_turns):
 
         def call(world, turn=turn):
             delay(generator)
-            return operators[world.rank](inputs[turn][world.rank])
+            operators[world.rank](inputs[turn % num_turns][world.rank], out=found[turn][world.rank])
 
-        found.append(on_every_rank(worlds, call))
+        on_every_rank(worlds, call)
     synchronize(worlds)
     for turn in range(num_turns):
         pairs = list(zip(inputs[turn], weights, strict=True))
@@ -295,8 +301,12 @@ def test_cuda_graphs_replay_with_other_inputs(size, make_worlds):
     reduces = [GemmReduceScatter(world, w, 130) for world, w in pairs]
     inputs = [torch.zeros(130, 264, dtype=BF16, device="cuda") for _ in worlds]
 
+    (gathered,), (reduced,) = outputs(1, size, size * 130, 520, BF16), outputs(1, size, 130, 264, BF16)
+    torch.cuda.synchronize()
+
     def layer(world):
-        return reduces[world.rank](gathers[world.rank](inputs[world.rank]))
+        rank = world.rank
+        return reduces[rank](gathers[rank](inputs[rank], out=gathered[rank]), out=reduced[rank])
 
     on_every_rank(worlds, layer)
     synchronize(worlds)
@@ -330,16 +340,20 @@ def test_results_do_not_change_from_run_to_run(make_worlds):
     pairs = zip(worlds, [w.T.contiguous() for w in weights], strict=True)
     reduces = [GemmReduceScatter(world, w, 200) for world, w in pairs]
     inputs = [input_of(rank, 0, (200, 264), BF16).cuda() for rank in range(4)]
+    (gathered,), (reduced,) = outputs(1, 4, 800, 520, BF16), outputs(1, 4, 200, 264, BF16)
     torch.cuda.synchronize()
 
     def layer(world):
         delay(generator, 2_000_000)
-        return reduces[world.rank](gathers[world.rank](inputs[world.rank]))
+        rank = world.rank
+        return reduces[rank](gathers[rank](inputs[rank], out=gathered[rank]), out=reduced[rank])
 
-    first = on_every_rank(worlds, layer)
+    on_every_rank(worlds, layer)
     synchronize(worlds)
+    first = [out.clone() for out in (*gathered, *reduced)]
+    assert not any(out.isnan().any() for out in first)
     for _ in range(100):
-        again = on_every_rank(worlds, layer)
+        on_every_rank(worlds, layer)
         synchronize(worlds)
-        for a, b in zip(first, again, strict=True):
-            assert torch.equal(a, b)
+        for wanted, out in zip(first, (*gathered, *reduced), strict=True):
+            assert torch.equal(out, wanted)

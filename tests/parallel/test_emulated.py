@@ -1,5 +1,7 @@
 """Ranks of one process on the CPU, as threads: the same protocol without starting processes; epochs; bad arguments."""
 
+import os
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from tilecrew.parallel import (
     on_every_rank,
 )
 from tilecrew.parallel.control import as_int32, is_reached
-from tilecrew.parallel.world import check_num_comm_blocks
+from tilecrew.parallel.world import CONNECTIONS, _check_connections, _check_devices, check_num_comm_blocks
 
 BF16, FP64 = torch.bfloat16, torch.float64
 SIZES = [1, 2, 3, 4, 8]
@@ -230,3 +232,77 @@ def test_bad_operators(w, num_rows, options, error, message, operator, world):
 def test_bad_input(x, error, message, operator, world):
     with pytest.raises(error, match=message):
         operator(world, torch.zeros(8, 8), 4)(x)
+
+
+@pytest.mark.parametrize("operator", [AllGatherGemm, GemmReduceScatter])
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        ([0.0], TypeError, "out must be a torch.Tensor, got list"),
+        (torch.zeros(4, 16, dtype=BF16), TypeError, "out must be float32, the dtype of x, got bfloat16"),
+        (torch.zeros(4, 8), ValueError, r"out must be contiguous, of shape \(4, 16\), on cpu, got \(4, 8\)"),
+        (torch.zeros(16, 4).T, ValueError, r"got \(4, 16\) with strides \(1, 4\)"),
+    ],
+)
+def test_bad_output(out, error, message, operator, world):
+    with pytest.raises(error, match=message):
+        operator(world, torch.zeros(8, 16), 4)(torch.zeros(4, 8), out=out)
+
+
+@pytest.mark.parametrize("operator", [AllGatherGemm, GemmReduceScatter])
+def test_output_is_written_and_returned(operator, world):
+    x, w, out = torch.randn(4, 8), torch.randn(8, 16), torch.full((4, 16), float("nan"))
+    assert operator(world, w, 4)(x, out=out) is out
+    assert torch.allclose(out, x @ w)
+
+
+def test_emulated_ranks_need_hardware_queues(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setenv(CONNECTIONS, "17")
+    _check_connections(7)
+    with pytest.raises(
+        ValueError, match=f"size 8 needs {CONNECTIONS}=18 or more in the environment before CUDA starts"
+    ):
+        _check_connections(8)
+
+
+def test_emulated_ranks_ask_for_hardware_queues_in_time(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv(CONNECTIONS, "")  # restored behind the test
+    monkeypatch.delenv(CONNECTIONS)
+    _check_connections(8)
+    assert os.environ[CONNECTIONS] == "18"
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            [("cpu", "a", ""), ("cuda", "a", "")],
+            "one kind, on one host, for all ranks: rank 0 has cpu on a; rank 1 has cuda",
+        ),
+        (
+            [("cpu", "a", ""), ("cpu", "b", "")],
+            "one kind, on one host, for all ranks: rank 0 has cpu on a; rank 1 has cpu on b",
+        ),
+        (
+            [("cuda", "a", "x"), ("cuda", "a", "y"), ("cuda", "a", "x")],
+            "another GPU on every rank: ranks 0 and 2 share x",
+        ),
+    ],
+)
+def test_worlds_of_unlike_ranks(found, message):
+    class Provider:
+        def gather(self, value):
+            return found
+
+    with pytest.raises(ValueError, match=message):
+        _check_devices(Provider(), torch.device("cpu"))
+
+
+def test_worlds_of_like_ranks():
+    class Provider:
+        def gather(self, value):
+            return [value, value]
+
+    _check_devices(Provider(), torch.device("cpu"))

@@ -55,6 +55,20 @@ def check_input(world: World, x: torch.Tensor, w: torch.Tensor, num_rows: int) -
         raise ValueError("x must not require a gradient: the operator has none")
 
 
+def output(out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """A new output, or the checked one of the caller. Raises TypeError or ValueError where that does not fit."""
+    if out is None:
+        return x.new_empty(shape)
+    require_tensor("out", out)
+    require_dtype("out", out, (x.dtype,), because=", the dtype of x")
+    if out.shape != shape or not out.is_contiguous() or out.device != x.device:
+        raise ValueError(
+            f"out must be contiguous, of shape {shape}, on {x.device}, got {tuple(out.shape)} with strides "
+            f"{out.stride()} on {out.device}"
+        )
+    return out
+
+
 def check_rows(world: World, num_rows: int) -> None:
     """Raises TypeError or ValueError where num_rows, of each rank, is no count that fits kernels."""
     if isinstance(num_rows, bool) or not isinstance(num_rows, int):

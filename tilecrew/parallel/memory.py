@@ -154,8 +154,10 @@ class SymmetricMemory(Processes):
         problems = [found for found in self.gather(problem) if found]  # all have written theirs, too
         if problems:
             raise RuntimeError(problems[0])
-        for part in parts:
-            part.untyped_storage()._owner = (own, handle)  # type: ignore[attr-defined]
+        for peer, part in enumerate(parts):
+            if peer != rank:
+                # torch's views of peers keep nothing alive; the handle keeps them mapped.
+                part.untyped_storage()._owner = (own, handle)  # type: ignore[attr-defined]
         return [part[:num_bytes] for part in parts]
 
 

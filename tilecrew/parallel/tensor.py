@@ -23,7 +23,8 @@ class ParallelTensor:
     offsets     [W] int64 on the device of the world: bytes from the address of `local` to that of each rank's part.
                 Kernels take `local` and `offsets`; the number of ranks need not be known when they are compiled.
 
-    A view of a part keeps its memory alive, also behind `destroy`.
+    A view of a part keeps its memory alive, also behind `destroy`; between GPUs its owner may then put something else
+    there.
 
     Raises TypeError or ValueError for a bad argument, and ValueError on every rank where ranks differ.
     """
