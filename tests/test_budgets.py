@@ -14,6 +14,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 12
 FAMILY = ROOT / "tilecrew" / "gated_delta_rule"
+MOE = ROOT / "tilecrew" / "moe"
 
 # Functions that may have more parameters, and why.
 MANY_PARAMETERS = {
@@ -66,7 +67,8 @@ def imports_triton(path):
 
 
 def is_device_code(path):
-    return path.is_relative_to(ROOT / "tilecrew" / "device") or (path.is_relative_to(FAMILY) and imports_triton(path))
+    in_family = path.is_relative_to(FAMILY) or path.is_relative_to(MOE)
+    return path.is_relative_to(ROOT / "tilecrew" / "device") or (in_family and imports_triton(path))
 
 
 def test_there_are_sources():
@@ -97,7 +99,7 @@ def test_one_module_knows_the_versions_of_triton():
 def test_device_code_keeps_its_annotations():
     """Triton reads annotations at run time; `from __future__ import annotations` would make strings of them."""
     device_files = [path for path in FILES if is_device_code(path)]
-    assert FAMILY / "kernel_portable.py" in device_files
+    assert {FAMILY / "kernel_portable.py", MOE / "kernel_rows.py"} <= set(device_files)
     for path in device_files:
         assert "__future__.annotations" not in imports_of(path), name_of(path)
 
@@ -114,6 +116,21 @@ def test_kernels_are_imported_where_they_are_launched(stem):
     assert not any(".kernel_" in name for name in imports_of(FAMILY / f"{stem}.py", at_module_level_only=True))
 
 
+@pytest.mark.parametrize("path", sorted(MOE.glob("*.py")), ids=name_of)
+def test_mixture_of_experts_imports_kernels_where_they_are_launched(path):
+    if path.stem.startswith("kernel_"):
+        return
+    assert not imports_triton(path)
+    assert not any(".kernel_" in name for name in imports_of(path))
+
+
+def test_routing_and_reference_import_no_layer():
+    """The twin of the tables and the truth of the tests stand below what they judge."""
+    for stem in ("routing", "reference"):
+        imported = {name for name in imports_of(MOE / f"{stem}.py") if name.startswith("tilecrew.")}
+        assert all(name.startswith(("tilecrew._shapes", "tilecrew.moe.routing")) for name in imported), stem
+
+
 def test_schedules_import_no_torch():
     assert not any(name.split(".")[0] == "torch" for name in imports_of(FAMILY / "schedule.py"))
 
@@ -121,7 +138,8 @@ def test_schedules_import_no_torch():
 def test_only_device_modules_and_kernels_import_device_code():
     device_stems = ("kernel_", "crew_", "chunk_")
     for path in FILES:
-        if path.is_relative_to(FAMILY) and any(name.startswith("tilecrew.device") for name in imports_of(path)):
+        in_family = path.is_relative_to(FAMILY) or path.is_relative_to(MOE)
+        if in_family and any(name.startswith("tilecrew.device") for name in imports_of(path)):
             assert path.stem.startswith(device_stems), name_of(path)
 
 
