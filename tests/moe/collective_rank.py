@@ -1,11 +1,15 @@
-"""One rank of the tests of the collective layer: `python -m tests.moe.collective_rank RANK WORLD_SIZE FILE [BACKEND]`.
+"""One rank of the tests of the collective layer.
+
+    python -m tests.moe.collective_rank RANK WORLD_SIZE FILE [gloo | nccl | absence]
 
 Every rank makes the same problem for all ranks' tokens, takes its part, and compares with the loop over all experts.
 """
 
 import datetime
+import os
 import re
 import sys
+import time
 import traceback
 
 import pytest
@@ -211,17 +215,33 @@ def gradients_that_some_ranks_do_not_need(group):
 CASES = (values, one_bit_pattern_for_any_number_of_chunks, module, errors, gradients_that_some_ranks_do_not_need)
 
 
+def absent_rank(group):
+    """The last rank never calls: the others' wait ends with the group's timeout, as an error."""
+    part = Rank(group, lengths_of(group, 4, 2), 2, 5, 16, 8)
+    if part.rank < dist.get_world_size(group) - 1:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            part.run()
+        assert time.monotonic() - start < 30
+    else:
+        time.sleep(8)
+
+
 def main(rank, world_size, file, backend="gloo"):
     torch.set_num_threads(1)
+    is_absence = backend == "absence"
     if backend == "nccl":
         torch.cuda.set_device(int(rank))
     dist.init_process_group(
-        backend,
+        "gloo" if is_absence else backend,
         init_method=f"file://{file}",
         rank=int(rank),
         world_size=int(world_size),
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=3 if is_absence else 60),
     )
+    if is_absence:
+        absent_rank(dist.group.WORLD)
+        os._exit(0)  # the group is broken: nothing of it can be closed in order
     for case in CASES:
         # Errors are told alike by every backend, and some of them are of values that are on the host.
         if case is not errors or backend == "gloo":

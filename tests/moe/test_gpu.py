@@ -207,6 +207,16 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.gpu
+def test_torch_compile_traces_through():
+    problem = Problem(64, 4, 8, 264, 136, dtype=BF16, device="cuda")
+    (x, ids, *inputs), options = arguments(problem, "halves", with_shared=True)
+    compiled = torch.compile(
+        lambda x, ids: tilecrew.moe_forward(x, ids, *inputs, **options), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(x, ids), tilecrew.moe_forward(x, ids, *inputs, **options))
+
+
+@pytest.mark.gpu
 def test_float64_is_refused():
     inputs, options = arguments(Problem(5, 2, 4, 16, 8, dtype=torch.float64, device="cuda"))
     with pytest.raises(TypeError, match="x must be bfloat16 or float16 or float32, got float64"):
