@@ -8,7 +8,7 @@ x, a [T, H], y [P, H], weights [T, K], base [T, H]. row_routes [P] and token_row
 p holds the route row_routes[p] = t * K + k, and token_rows[t, k] = p; -1 where there is none. Each operator takes both,
 because the gradients of the three are the three again: that of a combine is a weighted gather, and so on.
 
-    moe_routing(topk_ids, num_tokens?, num_experts, rank, row_block) -> the five tables of `routing.Routing`, on GPUs
+    moe_routing(topk_ids, num_tokens?, num_experts, rank, row_block) -> the five tables of `routing.Routing`
 
 weights and products have the wide dtype of x: float32, or float64 for float64.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tilecrew._hardware import hardware_of
-from tilecrew.moe.routing import expert_range, max_rows
+from tilecrew.moe.routing import expert_range, max_rows, torch_tables
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LIBRARY = torch.library.Library("tilecrew", "FRAGMENT")
@@ -99,6 +99,8 @@ def _products(a: torch.Tensor, y: torch.Tensor, row_routes: torch.Tensor, token_
 def _routing(
     topk_ids: torch.Tensor, num_tokens: torch.Tensor | None, num_experts: int, rank: int, row_block: int
 ) -> tuple[torch.Tensor, ...]:
+    if topk_ids.numel() == 0 or hardware_of(topk_ids.device).triton_limit() is not None:
+        return torch_tables(topk_ids, num_tokens, num_experts, rank, row_block)
     kernel = importlib.import_module("tilecrew.moe.kernel_routing")
     tables = kernel.Tables(*_routing_fake(topk_ids, num_tokens, num_experts, rank, row_block))
     ids, counts = _contiguous(topk_ids, num_tokens)

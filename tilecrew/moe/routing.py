@@ -8,12 +8,10 @@ rank follows from one sort on a key that no two routes share. All sizes are fixe
 memory: nothing here waits for a GPU, and a CUDA graph may capture it. README.md has the tables with an example.
 """
 
-import importlib
 from dataclasses import dataclass
 
 import torch
 
-from tilecrew._hardware import hardware_of
 from tilecrew._shapes import Sizes, require_dtype, require_same_device, require_tensor
 
 #: Rows of a block that no two experts share: what a gate of the grouped GEMM waits for.
@@ -102,15 +100,12 @@ def build_routing(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or value; the message names it.
     """
     _check(topk_ids, num_experts, rank, num_tokens, row_block)
-    if topk_ids.numel() > 0 and hardware_of(topk_ids.device).triton_limit() is None:
-        importlib.import_module("tilecrew.moe.operators")
-        tables = torch.ops.tilecrew.moe_routing(topk_ids, num_tokens, num_experts, rank, row_block)
-    else:
-        tables = _torch_tables(topk_ids, num_tokens, num_experts, rank, row_block)
+    # An operator, so that torch.compile need not look inside; `operators` chooses between kernels and `torch_tables`.
+    tables = torch.ops.tilecrew.moe_routing(topk_ids, num_tokens, num_experts, rank, row_block)
     return Routing(rank, topk_ids.shape[0], num_experts, row_block, *tables)
 
 
-def _torch_tables(
+def torch_tables(
     topk_ids: torch.Tensor, num_tokens: torch.Tensor | None, num_experts: int, rank: int, row_block: int
 ) -> tuple[torch.Tensor, ...]:
     """The tables in the order of Routing's fields."""
