@@ -18,7 +18,7 @@ demo: $(INSTALLED)
 	$(BIN)/tilecrew demo
 
 test: lint $(OTHER_INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not multi_gpu"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu and not multi_gpu"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
