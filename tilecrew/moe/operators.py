@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tilecrew._hardware import hardware_of
-from tilecrew.moe.routing import expert_range, max_rows, torch_tables
+from tilecrew.moe.routing import max_rows, torch_tables
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LIBRARY = torch.library.Library("tilecrew", "FRAGMENT")
@@ -113,7 +113,8 @@ def _routing_fake(
     topk_ids: torch.Tensor, num_tokens: torch.Tensor | None, num_experts: int, rank: int, row_block: int
 ) -> tuple[torch.Tensor, ...]:
     world_size, num_own_tokens, top_k = topk_ids.shape
-    num_local = len(expert_range(rank, num_experts, world_size))
+    # As len(expert_range(...)), which a symbolic number of ranks has not.
+    num_local = num_experts // world_size + int(rank < num_experts % world_size)
     num_rows = max_rows(topk_ids.numel(), num_local, row_block)
     shapes = ((num_local,), (num_local,), (num_rows, 2), (num_rows,), (num_own_tokens * top_k, 2))
     return tuple(topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
