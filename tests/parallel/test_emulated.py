@@ -205,6 +205,8 @@ def test_bad_arguments(make, error, message, world):
         (torch.zeros(8, 12), 4, {}, ValueError, "w must be .K, N., both positive multiples of 8"),
         (torch.zeros(0, 8), 4, {}, ValueError, "w must be .K, N., both positive multiples of 8"),
         (torch.zeros(16, 16)[::2, ::2], 4, {}, ValueError, "w must be contiguous in K or in N"),
+        (torch.zeros(8, 18)[:, :16], 4, {}, ValueError, "w must have rows 16 bytes or a multiple apart"),
+        (torch.zeros(72)[1:65].view(8, 8), 4, {}, ValueError, "w must start at an address"),
         (torch.zeros(8, 8, requires_grad=True), 4, {}, ValueError, "w must not require a gradient"),
         (torch.zeros(8, 8), 0, {}, ValueError, "num_rows must be from 1 to"),
         (torch.zeros(8, 8), 2**31, {}, ValueError, "num_rows must be from 1 to"),
@@ -226,6 +228,8 @@ def test_bad_operators(w, num_rows, options, error, message, operator, world):
         (torch.zeros(5, 8), ValueError, r"x must have shape \(4, 8\), got \(5, 8\)"),
         (torch.zeros(4, 8, device="meta"), ValueError, "x must be on the device of the world, cpu, got meta"),
         (torch.zeros(8, 4).T, ValueError, "x must be contiguous in its last dimension"),
+        (torch.zeros(4, 9)[:, :8], ValueError, "x must have rows 16 bytes or a multiple apart"),
+        (torch.zeros(40)[1:33].view(4, 8), ValueError, "x must start at an address"),
         (torch.zeros(4, 8, requires_grad=True), ValueError, "x must not require a gradient"),
     ],
 )
@@ -241,6 +245,7 @@ def test_bad_input(x, error, message, operator, world):
         ([0.0], TypeError, "out must be a torch.Tensor, got list"),
         (torch.zeros(4, 16, dtype=BF16), TypeError, "out must be float32, the dtype of x, got bfloat16"),
         (torch.zeros(4, 8), ValueError, r"out must be contiguous, of shape \(4, 16\), on cpu, got \(4, 8\)"),
+        (torch.zeros(72)[1:65].view(4, 16), ValueError, "out must start at an address"),
         (torch.zeros(16, 4).T, ValueError, r"got \(4, 16\) with strides \(1, 4\)"),
     ],
 )
