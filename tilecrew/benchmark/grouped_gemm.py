@@ -1,10 +1,10 @@
 """`tilecrew bench grouped-gemm`: the grouped GEMM beside torch's and beside one dense product of as many operations.
 
-Large shapes with skewed groups, and few rows over 128 groups, where reading the weights is what takes time; with
-weights of both layouts, and with notifications, which wait for the stores of every tile and always have tiles of 128
-rows. On a GPU calls are captured in CUDA graphs; the graphs of a shape run in turns, so that all meet the same
-temperature and power, with the L2 cache flushed before each. A result whose error against float64, on sampled rows, is
-too large gets no time.
+Large shapes with skewed groups, of whole blocks of 128 rows and of any number, and few rows over 128 groups, where
+reading the weights is what takes time; with weights of both layouts, and with notifications, which wait for the stores
+of every tile and always have tiles of 128 rows. On a GPU calls are captured in CUDA graphs; the graphs of a shape run
+in turns, so that all meet the same temperature and power, with the L2 cache flushed before each. A result whose error
+against float64, on sampled rows, is too large gets no time.
 """
 
 import dataclasses
@@ -30,28 +30,32 @@ COPY_BYTES_PER_SECOND = 4.27e12  # of an H200, measured
 MAX_ROUNDS, MIN_ROUNDS = 30, 3
 FLUSHED_BYTES = 256 * 2**20
 SAMPLED_ROWS = 64
+ROW_BLOCK = 128  # rows of a tile
 
 
 @dataclass(frozen=True)
 class Shape:
-    """E groups, M rows, K inner size, N columns."""
+    """E groups, M rows, K inner size, N columns. whole_blocks: the rows of every group are a multiple of 128."""
 
     num_groups: int
     num_rows: int
     num_inner: int
     num_columns: int
+    whole_blocks: bool = False
 
     def __str__(self) -> str:
-        return f"E {self.num_groups} M {self.num_rows} K {self.num_inner} N {self.num_columns}"
+        sizes = f"E {self.num_groups} M {self.num_rows} K {self.num_inner} N {self.num_columns}"
+        return sizes + (", whole blocks" if self.whole_blocks else "")
 
 
-LARGE = [
-    Shape(8, 16384, 7168, 4096),
-    Shape(32, 16384, 7168, 4096),
-    Shape(32, 16384, 2048, 7168),
-    Shape(64, 32768, 2048, 1536),
-    Shape(128, 32768, 2048, 1536),
+SIZES = [
+    (8, 16384, 7168, 4096),
+    (32, 16384, 7168, 4096),
+    (32, 16384, 2048, 7168),
+    (64, 32768, 2048, 1536),
+    (128, 32768, 2048, 1536),
 ]
+LARGE = [Shape(*sizes, whole_blocks) for whole_blocks in (True, False) for sizes in SIZES]
 FEW_ROWS = [Shape(128, num_rows, 2048, 1536) for num_rows in (1, 4, 16, 64, 128, 256, 1024, 4096)]
 CASES = {
     "targets": [*LARGE, *FEW_ROWS],
@@ -80,14 +84,15 @@ class Row:
 
 
 def lengths_of(shape: Shape) -> torch.Tensor:
-    """Rows of each group: skewed, any number; few rows go to random groups."""
+    """Rows of each group: skewed; few rows go to random groups."""
     generator = torch.Generator().manual_seed(0)
+    block = ROW_BLOCK if shape.whole_blocks else 1
     if shape.num_rows < 64 * shape.num_groups:
         groups = torch.randint(0, shape.num_groups, (shape.num_rows,), generator=generator)
         return torch.bincount(groups, minlength=shape.num_groups)
     shares = torch.rand(shape.num_groups, generator=generator) + 0.2
-    lengths = (shares / shares.sum() * shape.num_rows).long()
-    lengths[-1] += shape.num_rows - lengths.sum()
+    lengths = (shares / shares.sum() * (shape.num_rows // block)).long() * block
+    lengths[: int(shape.num_rows - lengths.sum()) // block] += block  # what rounding left over
     return lengths
 
 
