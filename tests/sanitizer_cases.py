@@ -13,7 +13,7 @@ import torch
 
 import tilecrew
 from tests.gated_delta_rule.hopper_checks import EVERYTHING, KERNELS, run_kernel, run_pieces
-from tests.gated_delta_rule.kernel_checks import random_recurrent_arguments, run_portable
+from tests.gated_delta_rule.kernel_checks import not_finite, random_recurrent_arguments, run_portable
 from tests.grouped_gemm.problems import make
 from tilecrew.gated_delta_rule import kernel_forward_scan, kernel_recurrent
 from tilecrew.gated_delta_rule.schedule import Schedule
@@ -33,9 +33,7 @@ HOPPER = {
 def check(result, kernel: str) -> None:
     for name, x in vars(result).items():
         if x is not None and not x.isfinite().all():
-            where = (~x.isfinite()).nonzero()
-            first, last = where[0].tolist(), where[-1].tolist()
-            raise AssertionError(f"{kernel}: {name} {tuple(x.shape)} has {len(where)} wrong values, {first} to {last}")
+            raise AssertionError(f"{kernel}: {name}{not_finite(x)}")
 
 
 def check_grouped_gemms() -> None:

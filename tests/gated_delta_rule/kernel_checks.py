@@ -72,7 +72,21 @@ def assert_within(
         return
     error = relative_error(actual, expected, head_dim)
     bound = 2 * relative_error(yardstick, expected, head_dim) + FLOOR[dtype] + rounding
-    assert error <= bound, f"{name}: relative error {error:.3g}, allowed {bound:.3g}"
+    assert error <= bound, f"{name}: relative error {error:.3g}, allowed {bound:.3g}{not_finite(actual)}"
+
+
+def not_finite(x: torch.Tensor) -> str:
+    """Which elements of x are NaN or infinite, for a message: how many, the first and last, and of each dimension how
+    many indices and the first of them; "" where all are finite."""
+    where = (~x.isfinite()).nonzero()
+    if where.numel() == 0:
+        return ""
+    indices = [where[:, dim].unique().tolist() for dim in range(x.dim())]
+    ranges = ", ".join(f"{len(values)} from {values[:6]}" for values in indices)
+    first, last = where[0].tolist(), where[-1].tolist()
+    return (
+        f"; {len(where)} elements of {tuple(x.shape)} are not finite, {first} to {last}, along each dimension {ranges}"
+    )
 
 
 def chunk_in_input_dtype(arguments: ForwardArguments) -> ForwardResult:

@@ -263,6 +263,7 @@ def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, scale, config
         QQ = gl.zeros([CHUNK, CHUNK], gl.float32, square)
         QQ = warpgroup_mma(query, query.permute((1, 0)), QQ, use_acc=False, is_async=True)
         KK, QQ = warpgroup_mma_wait(0, deps=(KK, QQ))
+        barrier()
         norms.index(0).store(inverse_norms(own_diagonal(KK), length))
         norms.index(1).store(inverse_norms(own_diagonal(QQ), length))
     if config.for_scan:
@@ -275,12 +276,16 @@ def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, scale, config
         store_norms(norms, gates, config)
     if config.for_scan:
         P, KK = warpgroup_mma_wait(0, deps=(P, KK))
+        # Every warp waits for its own rows of a product, and the products of others may still read keys and queries, in
+        # whose place the compiler puts the tiles that follow. It takes the barrier above for enough.
+        barrier()
         first_row = (slot * config.num_heads + head) * CHUNK
         is_first = value_head % config.value_heads_per_head == 0
         scores = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], scores_desc.layout)
         store_scores(P, scores, norms, scale, length, scores_desc, first_row, is_first, config)
     elif not config.normalise:
         KK = warpgroup_mma_wait(0, deps=(KK,))
+        barrier()
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, square))[:, None]
     if config.normalise:
         norm = norms.index(0)
