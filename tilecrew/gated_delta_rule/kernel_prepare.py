@@ -188,7 +188,8 @@ def prepare_kernel(
     num_warps: gl.constexpr,
 ):
     gates, o = outputs
-    let_next_kernel_start()
+    if config.for_scan:  # which is launched to start early
+        let_next_kernel_start()
     NUM_GROUPS: gl.constexpr = config.num_heads * config.value_heads_per_head // config.head_group
     program = gl.program_id(0)
     slot = program // NUM_GROUPS
