@@ -2,6 +2,8 @@
 
 Whatever CUDA does once (making streams, loading kernels) may wait for running kernels. Worlds, tensors and operators
 are therefore made for all ranks, and each operation used is run once, before anything waits.
+
+Run by tests/test_emulated_ranks.py, in a process with enough hardware queues.
 """
 
 import random
@@ -22,7 +24,7 @@ from tilecrew.parallel import (
     on_every_rank,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("emulated ranks")]
+pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = [1, 2, 3, 4, 8]
 LONGEST_CYCLES = 150_000_000  # some 100 ms
