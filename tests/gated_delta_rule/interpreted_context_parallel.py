@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gated_delta_rule import interpreter
+from tests import interpreter
 from tests.gated_delta_rule.pieces_checks import assert_is_table, expected_table
 from tilecrew.gated_delta_rule import context_parallel, kernel_combine
 from tilecrew.testing import random_arguments, relative_error

@@ -4,7 +4,7 @@ computes products of bfloat16 wrongly."""
 import pytest
 import torch
 
-from tests.gated_delta_rule import interpreter
+from tests import interpreter
 from tests.gated_delta_rule.kernel_checks import (
     check_portable,
     run_portable,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gated_delta_rule import interpreter
+from tests import interpreter
 from tests.gated_delta_rule.kernel_checks import EVERY_GATE, check_recurrent, random_recurrent_arguments
 from tilecrew.gated_delta_rule import kernel_recurrent
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gated_delta_rule.interpreter import run_interpreted
 from tests.gated_delta_rule.kernel_checks import assert_within, with_nan_tail
 from tests.gated_delta_rule.pieces_checks import (
     assert_is_table,
@@ -17,6 +16,7 @@ from tests.gated_delta_rule.pieces_checks import (
     transition_arguments,
 )
 from tests.gated_delta_rule.yardsticks import rounded_chunks
+from tests.interpreter import run_interpreted
 from tilecrew import chunk_gated_delta_rule, explain_chunk_gated_delta_rule
 from tilecrew.gated_delta_rule import reference
 from tilecrew.gated_delta_rule.arguments import ForwardResult
@@ -66,7 +66,7 @@ def test_a_piece_has_a_chunk():
 @pytest.mark.slow
 def test_under_the_interpreter():
     pytest.importorskip("triton")
-    run_interpreted("interpreted_context_parallel.py")
+    run_interpreted("gated_delta_rule/interpreted_context_parallel.py")
 
 
 def python_table(arguments, chunks_per_piece, num_rows):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gated_delta_rule.interpreter import run_interpreted
 from tests.gated_delta_rule.kernel_checks import (
     LARGE_MEMORY,
     check_portable,
@@ -14,6 +13,7 @@ from tests.gated_delta_rule.kernel_checks import (
     with_nan_tail,
     with_strided_inputs,
 )
+from tests.interpreter import run_interpreted
 from tilecrew._hardware import Hardware
 from tilecrew.gated_delta_rule.operators import problem_of
 from tilecrew.gated_delta_rule.schedule import pick
@@ -27,7 +27,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.mark.slow
 def test_under_the_interpreter():
     pytest.importorskip("triton")
-    run_interpreted("interpreted_portable.py")
+    run_interpreted("gated_delta_rule/interpreted_portable.py")
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gated_delta_rule.interpreter import run_interpreted
 from tests.gated_delta_rule.kernel_checks import (
     EVERY_GATE,
     LARGE_MEMORY,
@@ -15,6 +14,7 @@ from tests.gated_delta_rule.kernel_checks import (
     random_recurrent_arguments,
     recurrent_as_float64,
 )
+from tests.interpreter import run_interpreted
 from tilecrew.gated_delta_rule import recurrent, reference
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.testing import random_arguments
@@ -26,7 +26,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.mark.slow
 def test_under_the_interpreter():
     pytest.importorskip("triton")
-    run_interpreted("interpreted_recurrent.py")
+    run_interpreted("gated_delta_rule/interpreted_recurrent.py")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])

@@ -4,7 +4,7 @@ computes products of bfloat16 wrongly."""
 import pytest
 import torch
 
-from tests.gated_delta_rule import interpreter
+from tests import interpreter
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
 from tilecrew.grouped_gemm import kernel_portable, reference
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.gated_delta_rule import interpreter
+from tests import interpreter
 from tests.moe.test_routing import assert_same, random_ids
 from tilecrew.moe import kernel_routing, operators, reference
 from tilecrew.moe.routing import Routing

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gated_delta_rule import interpreter
+from tests import interpreter
 from tests.moe.problems import BOUNDS, assert_rows_close, random_ids, tables_of
 from tilecrew.moe import kernel_rows
 

@@ -1,27 +1,17 @@
 """The kernels that build the tables: under Triton's interpreter in a process of its own, and compiled."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.interpreter import run_interpreted
 from tilecrew.moe import operators
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.interpreter
 @pytest.mark.slow
 def test_under_the_interpreter():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)]
-    command[-1] += "/interpreted_routing.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT, timeout=900)
-    assert child.returncode == 0, f"{child.stdout}\n{child.stderr}"
+    run_interpreted("moe/interpreted_routing.py")
 
 
 @pytest.mark.slow

@@ -1,17 +1,12 @@
 """Moving rows: the operators in torch and their gradients, the kernels interpreted and compiled."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.interpreter import run_interpreted
 from tests.moe.problems import random_ids, tables_of
 from tilecrew.moe import operators
 
-ROOT = Path(__file__).parents[2]
 ops = torch.ops.tilecrew
 
 
@@ -92,11 +87,7 @@ def test_registered_as_torch_wants_it():
 @pytest.mark.slow
 def test_under_the_interpreter():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)]
-    command[-1] += "/interpreted_rows.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT, timeout=900)
-    assert child.returncode == 0, f"{child.stdout}\n{child.stderr}"
+    run_interpreted("moe/interpreted_rows.py")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.gated_delta_rule import interpreter
+from tests import interpreter
 from tests.parallel.cases import content, input_of
 from tilecrew.parallel import ParallelTensor, Signals, WaitError, World, kernel_exchange, kernel_signal
 from tilecrew.parallel.control import EPOCH, as_int32

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[1]
+
 
 def run_interpreted(file: str) -> None:
-    """Fails with the output of `pytest FILE` (a file of this folder) where a test of it fails under the interpreter."""
-    path = Path(__file__).parent / file
+    """Fails with the output of `pytest FILE` where a test of it fails under the interpreter. file: from `tests/` on."""
+    path = ROOT / "tests" / file
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, cwd=path.parents[2], timeout=900
-    )
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT, timeout=900)
     assert child.returncode == 0, f"{' '.join(command)}\n{child.stdout}\n{child.stderr}"
 
 
