@@ -8,5 +8,7 @@ from tilecrew.gated_delta_rule.api import explain_chunk_gated_delta_rule as expl
 from tilecrew.gated_delta_rule.api import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 from tilecrew.grouped_gemm.api import explain_grouped_gemm as explain_grouped_gemm
 from tilecrew.grouped_gemm.api import grouped_gemm as grouped_gemm
+from tilecrew.moe.api import ExpertParallelMoE as ExpertParallelMoE
+from tilecrew.moe.api import moe_forward as moe_forward
 
 __version__ = "0.1.0"

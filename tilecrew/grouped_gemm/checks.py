@@ -47,8 +47,8 @@ def check_call(
         raise TypeError(f"offs must be int32, got {str(offs.dtype).removeprefix('torch.')}")
     sizes.bind("offs", offs, "E")
     require_same_device("offs", offs, "x", x)
-    _check_strides("x", x)
-    _check_strides("w", w if w.stride(2) == 1 else w.transpose(1, 2))
+    check_strides("x", x)
+    check_strides("w", w if w.stride(2) == 1 else w.transpose(1, 2))
     _check_hook("gate", gate, Gate, ("wait", "check"))
     _check_hook("epilogue", epilogue, Epilogue, ("apply", "reference"))
     if epilogue is not None:
@@ -88,11 +88,14 @@ def _check_out(out: torch.Tensor, x: torch.Tensor, num_columns: int) -> None:
     if out.dtype != x.dtype:
         raise TypeError(f"out must have the dtype of x, {x.dtype}, got {out.dtype}")
     require_same_device("out", out, "x", x)
-    _check_strides("out", out)
+    check_strides("out", out)
 
 
-def _check_strides(name: str, tensor: torch.Tensor) -> None:
-    """A contiguous last dimension, and the others in steps of 16 bytes that are not 0, as TMA wants them."""
+def check_strides(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the last dimension is contiguous, and the others go in steps of 16 bytes that are not 0.
+
+    TMA wants it so.
+    """
     if tensor.stride(-1) != 1:
         hint = "N or K must be contiguous" if name == "w" else "its last dimension must be contiguous"
         raise ValueError(f"{name}: {hint}, got strides {tensor.stride()}")
