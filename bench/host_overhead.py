@@ -4,7 +4,8 @@
 
 Small problems, whose kernels take less time than the host needs to launch them: a prompt of 64 tokens with 16 / 32
 heads, with norms inside and with unit keys from the caller, and one decode step of 8 sequences. Each number is the
-median over repeats of the mean of 50 calls that begin with an idle GPU, which never fill its queue.
+median over repeats of the mean of 50 calls that begin with an idle GPU, which never fill its queue. And a grouped GEMM
+of 64 rows over 8 groups, with SwiGLU and notifications in its epilogue, and without hooks.
 
     call                a call of a known signature, by its plan
     call: new           a call of a signature that was never seen
@@ -23,6 +24,7 @@ calls do not contain them.
 """
 
 import argparse
+import contextlib
 import json
 import platform
 import statistics
@@ -34,12 +36,16 @@ from pathlib import Path
 import torch
 import triton
 
-from tilecrew import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from tilecrew import _eager as eager
+from tilecrew import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, grouped_gemm
 from tilecrew._hardware import Hardware
 from tilecrew._plans import active_recording
 from tilecrew.device.launch import Launch
-from tilecrew.gated_delta_rule import checks, eager, operators, recurrent_operators
+from tilecrew.gated_delta_rule import checks, operators, recurrent_operators
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
+from tilecrew.grouped_gemm import NotifyRowBlock, SwiGLU
+from tilecrew.grouped_gemm import checks as grouped_checks
+from tilecrew.grouped_gemm import operators as grouped_operators
 from tilecrew.testing import random_arguments
 
 CALLS = 50
@@ -63,7 +69,9 @@ def launch_nothing(launch: Launch) -> None:
 
 def pretend_to_have_a_gpu() -> None:
     eager.DEVICE_TYPES = ("cpu",)
-    operators.hardware_of = recurrent_operators.hardware_of = lambda device: H200
+    for module in (operators, recurrent_operators, grouped_operators):
+        module.hardware_of = lambda device: H200
+    torch.cuda.device = lambda device: contextlib.nullcontext()
     Launch.run = launch_nothing
 
 
@@ -113,6 +121,22 @@ def decode_case() -> dict:
             recurrent_operators.recurrent_problem_of(arguments), recurrent_operators.hardware_of(DEVICE), None
         ),
         "kernel": lambda: recurrent_operators._checked_forward(arguments, None),
+    }
+
+
+def grouped_case(has_hooks: bool) -> dict:
+    options = {"dtype": torch.bfloat16, "device": DEVICE}
+    x, w = torch.randn(64, 256, **options), torch.randn(8, 256, 512, **options)
+    offs = torch.arange(8, 65, 8, dtype=torch.int32, device=DEVICE)
+    rows = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    epilogue = NotifyRowBlock(rows, epilogue=SwiGLU(8)) if has_hooks else None
+    out = x.new_empty(64, 256 if has_hooks else 512)
+    return {
+        "module": grouped_operators,
+        "call": lambda: grouped_gemm(x, w, offs, epilogue=epilogue),
+        "check": lambda: grouped_checks.check_call(x, w, offs, None, epilogue, None),
+        "schedule": lambda: grouped_operators.schedule_of(x, w, None, epilogue, None),
+        "kernel": lambda: grouped_operators.run(x, w, offs, out, None, None, epilogue),
     }
 
 
@@ -190,6 +214,7 @@ def main() -> None:
     if DEVICE == "cpu":
         pretend_to_have_a_gpu()
     cases = {"chunk, norms": chunk_case(True), "chunk, unit keys": chunk_case(False), "decode": decode_case()}
+    cases |= {"grouped GEMM": grouped_case(False), "grouped GEMM, hooks": grouped_case(True)}
     report = {
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else f"none, {platform.machine()}",
         "torch": torch.__version__,

@@ -35,7 +35,7 @@ ALLOCATIONS: dict[Any, float | None] = {
     aten.zeros_like: 0.0,
 }
 FILLS = {aten.fill_, aten.zero_}
-VIEWS = {aten.alias, aten.as_strided, aten.detach, aten.view, aten._unsafe_view}
+VIEWS = {aten.alias, aten.as_strided, aten.detach, aten.transpose, aten.view, aten._unsafe_view}
 
 
 class NotRepeatable(Exception):  # noqa: N818  (the expected answer to a question, not an error)

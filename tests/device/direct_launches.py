@@ -13,6 +13,7 @@ import triton
 from triton import knobs
 
 from tests.device.fake_driver import FakeDriver
+from tests.grouped_gemm.problems import make
 from tilecrew._hardware import Hardware
 from tilecrew._plans import Recording
 from tilecrew.device import launch
@@ -20,6 +21,8 @@ from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan,
 from tilecrew.gated_delta_rule.operators import problem_of
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.gated_delta_rule.schedule import pick
+from tilecrew.grouped_gemm import Bias, CountGate, NotifyRowBlock, kernel_grouped_gemm
+from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles, mma_sync_tiles
 from tilecrew.testing import random_arguments
 
 HOPPER = Hardware("cuda", "cuda", (9, 0), 132, 232448, "NVIDIA H200")
@@ -36,6 +39,11 @@ CASES = {
     },
     "roles, norms": {"dtype": BF16, "use_qk_l2norm": True},
     "portable, packed": {"dtype": torch.float16, "lengths": [60, 70]},
+}
+GROUPED = {
+    "grouped GEMM": (hopper_tiles, False),
+    "grouped GEMM, transposed, hooks": (hopper_tiles, True),
+    "grouped GEMM, mma.sync, hooks": (lambda problem, num_sms: mma_sync_tiles(problem), True),
 }
 
 
@@ -65,6 +73,31 @@ def recurrent_call(name: str, seed: int):
     return [x.q, x.k, x.v, x.g, x.beta, pool, indices], lambda: kernel_recurrent.forward(arguments)
 
 
+def grouped_call(name: str, seed: int):
+    choose_tiles, has_hooks = GROUPED[name]
+    x, w, offs = make([100, 0, 30], 3, 128, 512, transposed="transposed" in name, seed=seed)
+    tensors, gate, epilogue = [x, w, offs], None, None
+    if has_hooks:
+        counters, rows, arrivals, bias = *torch.zeros(3, 8, dtype=torch.int32).unbind(), torch.zeros(3, 512)
+        gate, epilogue = CountGate(counters), NotifyRowBlock(rows, arrivals, Bias(bias))
+        tensors += [counters, rows, arrivals, bias]
+    tiles = choose_tiles(Problem(16384, 3, 128, 512, "bfloat16", has_hooks, has_hooks), 132)
+
+    def call():
+        out = x.new_empty(x.shape[0], 512)
+        hooks = kernel_grouped_gemm.hooks_of(gate, epilogue)
+        kernel_grouped_gemm.launch(x, w, offs, out, tiles, 4, hooks).run()
+        return (out,)
+
+    return tensors, call
+
+
+def make_call(name: str, seed: int):
+    if name in GROUPED:
+        return grouped_call(name, seed)
+    return recurrent_call(name, seed) if name == "recurrent" else chunk_call(name, seed)
+
+
 def names_of_addresses(tensors: list[torch.Tensor]) -> dict[bytes, str]:
     return {tensor.data_ptr().to_bytes(8, "little"): f"tensor {slot}" for slot, tensor in enumerate(tensors)}
 
@@ -76,7 +109,6 @@ def readable(log: list[bytes], names: dict[bytes, str]) -> list[str]:
 
 def differences(name: str, driver: FakeDriver) -> list[str]:
     """Between what Triton launches for a call and what the plan of another call, recorded before, launches for it."""
-    make_call = recurrent_call if name == "recurrent" else chunk_call
     recorded_tensors, recorded_call = make_call(name, 0)
     with Recording(recorded_tensors) as recording:
         results = recorded_call()
@@ -161,12 +193,13 @@ def main() -> None:
 
     # Every kernel once, to learn its parameters: the logs begin behind that.
     launch.Launch.run = described_run
-    for name in (*CASES, "recurrent"):
-        (recurrent_call if name == "recurrent" else chunk_call)(name, 0)[1]()
+    names = (*CASES, "recurrent", *GROUPED)
+    for name in names:
+        make_call(name, 0)[1]()
     launch.Launch.run = run
     report = {
         "triton": triton.__version__,
-        "differences": {name: differences(name, driver) for name in (*CASES, "recurrent")},
+        "differences": {name: differences(name, driver) for name in names},
         "hooks": hooks(driver),
         "ended": ended_plans(),
     }

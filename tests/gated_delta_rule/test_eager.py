@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilecrew import _eager as eager
 from tilecrew import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from tilecrew._hardware import Hardware
 from tilecrew._plans import active_recording
-from tilecrew.gated_delta_rule import eager, operators, recurrent_operators
+from tilecrew.gated_delta_rule import operators, recurrent_operators
 from tilecrew.gated_delta_rule.arguments import ForwardResult
 from tilecrew.gated_delta_rule.schedule import Schedule
 from tilecrew.testing import random_arguments

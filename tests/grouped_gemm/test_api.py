@@ -5,7 +5,19 @@ import torch
 
 import tilecrew
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
-from tilecrew.grouped_gemm import GELU, Bias, CountGate, Identity, NoGate, RouteWeight, SiLU, SwiGLU, reference
+from tilecrew.grouped_gemm import (
+    GELU,
+    Bias,
+    CountGate,
+    Identity,
+    NoGate,
+    NotifyRowBlock,
+    RouteWeight,
+    SiLU,
+    SwiGLU,
+    max_row_blocks,
+    reference,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -78,6 +90,31 @@ def test_gates():
     counters[1] = 1
     with pytest.raises(RuntimeError, match="row block 1 has 1 of 2 rows"):
         tilecrew.grouped_gemm(x, w, offs, gate=CountGate(counters))
+
+
+def test_notifications_open_the_gate_of_the_next_product():
+    x, w, offs = make([130, 0, 20], 3, 16, 64)
+    x = torch.where(x.isnan(), 0, x)
+    rows = torch.zeros(max_row_blocks(153, 3), dtype=torch.int32)
+    second_w = torch.randn(3, 32, 8).to(x.dtype)
+    with pytest.raises(RuntimeError, match="row block 0 has 0 of 128 rows"):
+        tilecrew.grouped_gemm(x, w, offs, gate=CountGate(rows))
+    h = tilecrew.grouped_gemm(x, w, offs, epilogue=NotifyRowBlock(rows, epilogue=SwiGLU(8)))
+    assert rows.tolist() == [128, 2, 20, 0]
+    assert torch.equal(h, tilecrew.grouped_gemm(x, w, offs, epilogue=SwiGLU(8)))
+    out = tilecrew.grouped_gemm(h, second_w, offs, gate=CountGate(rows))
+    assert torch.equal(out, tilecrew.grouped_gemm(h, second_w, offs))
+
+
+@pytest.mark.parametrize(("lengths", "most"), [([1, 255], 3), ([128, 128], 3), ([0, 0], 0), ([1, 0, 0], 1), ([5], 1)])
+def test_max_row_blocks(lengths, most):
+    """No distribution of the rows over the groups has more, and one has as many."""
+    num_rows, num_groups = sum(lengths), len(lengths)
+    assert max_row_blocks(num_rows, num_groups) == most
+    ones = min(num_rows, num_groups)
+    worst = [1] * (ones - 1) + [num_rows - max(ones - 1, 0)]
+    assert sum(-(-length // 128) for length in worst) == most
+    assert sum(-(-length // 128) for length in lengths) <= most
 
 
 @pytest.mark.parametrize("transposed", [False, True])

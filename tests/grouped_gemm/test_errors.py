@@ -5,7 +5,7 @@ import torch
 
 import tilecrew
 from tests.grouped_gemm.problems import make
-from tilecrew.grouped_gemm import GELU, Bias, CountGate, Epilogue, Gate, RouteWeight, SiLU, SwiGLU
+from tilecrew.grouped_gemm import GELU, Bias, CountGate, Epilogue, Gate, NotifyRowBlock, RouteWeight, SiLU, SwiGLU
 
 
 def call(**changes):
@@ -17,12 +17,17 @@ class NoReference(Epilogue):
     apply = None
 
 
+class NoTwinOfLanded(SiLU):
+    landed = "a device function"
+
+
 class NoWait(Gate):
     def check(self, num_rows_of_blocks):
         return None
 
 
 BF16 = {"dtype": torch.bfloat16}
+ROWS = torch.zeros(4, dtype=torch.int32)
 OFFS = torch.tensor([3, 3, 7], dtype=torch.int32)
 CASES = [
     ({"x": [1.0]}, TypeError, "x must be a torch.Tensor, got list"),
@@ -57,6 +62,22 @@ CASES = [
     ({"epilogue": torch.relu}, TypeError, "epilogue must be an instance of tilecrew.grouped_gemm.hooks.Epilogue"),
     ({"epilogue": NoReference()}, TypeError, "epilogue must have apply, which NoReference lacks"),
     ({"epilogue": Epilogue()}, TypeError, "epilogue must have apply, which Epilogue lacks"),
+    ({"epilogue": NoTwinOfLanded()}, TypeError, "epilogue must have landed_reference, which NoTwinOfLanded lacks"),
+    (
+        {"epilogue": NotifyRowBlock(torch.zeros(1, dtype=torch.int32))},
+        ValueError,
+        r"rows must have at least max_row_blocks\(M, E\) = 3 elements, got 1",
+    ),
+    (
+        {"epilogue": NotifyRowBlock(torch.zeros(3, dtype=torch.int32, device="meta"))},
+        ValueError,
+        "rows must be on the device of x, cpu, got meta",
+    ),
+    (
+        {"epilogue": NotifyRowBlock(torch.zeros(3, dtype=torch.int32), epilogue=SwiGLU(32))},
+        ValueError,
+        r"N a multiple of 64 for SwiGLU\(run=32\), got N = 32",
+    ),
     ({"gate": CountGate}, TypeError, "gate must be an instance, got the class CountGate"),
     ({"gate": NoWait()}, TypeError, "gate must have wait, which NoWait lacks"),
     ({"gate": SiLU()}, TypeError, "gate must be an instance of tilecrew.grouped_gemm.hooks.Gate"),
@@ -66,9 +87,10 @@ CASES = [
     (
         {"implementation": "fast"},
         ValueError,
-        "implementation must be None or one of hopper, portable, torch, got 'fast'",
+        "implementation must be None or one of hopper, mma_sync, portable, torch, got 'fast'",
     ),
     ({"implementation": "hopper"}, ValueError, "'hopper' cannot run: it needs compute capability 9.0"),
+    ({"implementation": "mma_sync"}, ValueError, "'mma_sync' cannot run: it needs compute capability 9.0 or 12.x"),
     ({"implementation": "portable"}, ValueError, "'portable' cannot run: Triton has no compiler for cpu tensors"),
 ]
 
@@ -86,6 +108,12 @@ def test_gradients_exclude_out_and_gates():
         tilecrew.grouped_gemm(x, w, offs, out=torch.zeros(8, 32, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="gate must be None where an input requires a gradient"):
         tilecrew.grouped_gemm(x, w, offs, gate=CountGate(torch.zeros(1, dtype=torch.int32)))
+    with pytest.raises(ValueError, match="epilogue must have no landed where an input requires a gradient"):
+        tilecrew.grouped_gemm(x, w, offs, epilogue=NotifyRowBlock(torch.zeros(3, dtype=torch.int32)))
+    # The tensors of an inner epilogue count too.
+    notify = NotifyRowBlock(torch.zeros(3, dtype=torch.int32), epilogue=RouteWeight(torch.ones(8, requires_grad=True)))
+    with pytest.raises(ValueError, match="epilogue must have no landed where an input requires a gradient"):
+        tilecrew.grouped_gemm(x.detach(), w, offs, epilogue=notify)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +126,12 @@ def test_gradients_exclude_out_and_gates():
         (lambda: CountGate(torch.zeros(3)), TypeError, "counters must be int32"),
         (lambda: CountGate(torch.zeros(3, 2, dtype=torch.int32)), ValueError, "counters must be a contiguous vector"),
         (lambda: CountGate(torch.zeros(3, dtype=torch.int32), 0), ValueError, "timeout_seconds must be above 0"),
+        (lambda: NotifyRowBlock([1]), TypeError, "rows must be a torch.Tensor"),
+        (lambda: NotifyRowBlock(ROWS, ROWS.long()), TypeError, "arrivals must be int32, got int64"),
+        (lambda: NotifyRowBlock(ROWS, ROWS), ValueError, "arrivals must be another tensor than rows"),
+        (lambda: NotifyRowBlock(ROWS[::2]), ValueError, "rows must be a contiguous vector"),
+        (lambda: NotifyRowBlock(ROWS, epilogue=SiLU), TypeError, "epilogue must be None or an instance"),
+        (lambda: NotifyRowBlock(ROWS, epilogue=NotifyRowBlock(ROWS)), ValueError, "no landed of its own"),
     ],
 )
 def test_bad_hooks(make_hook, error, message):

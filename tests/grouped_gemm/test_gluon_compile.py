@@ -1,15 +1,16 @@
-"""The Hopper grouped GEMM compiles for sm_90 without spills, with MMAs in flight, and into the shared memory that its
-schedule counts on; with the installed Triton and with those under .triton/."""
+"""The grouped GEMM with roles compiles without spills, with wgmma in flight or with mma.sync, and into the shared
+memory that its schedule counts on; with the installed Triton and with those under .triton/."""
 
 import json
 
 import pytest
 
 pytest.importorskip("triton")
-from tests.grouped_gemm.gluon_launches import LAUNCHES
+from tests.grouped_gemm.gluon_launches import LAUNCHES, MMA_SYNC_NAMES
 from tests.tritons import INSTALLED, VERSIONS, output_of_each
 
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
+SMALL_SHARED_MEMORY_OF_A_BLOCK = 101_376  # bytes, compute capability 12.0
 
 
 @pytest.fixture(scope="module")
@@ -31,4 +32,20 @@ def test_compiles(name, version, reports):
     assert resources["shared_memory_bytes"] <= resources["budget"] <= SHARED_MEMORY_OF_A_BLOCK
     # ptxas gives every wgmma a group of its own where it serialises them.
     assert 0 < resources["wgmma_groups"] == resources["products"] < resources["wgmma"]
+    assert resources["tma"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", MMA_SYNC_NAMES)
+def test_compiles_with_mma_sync(name, version, reports):
+    resources = reports[version]["resources"][name]
+    assert isinstance(resources, dict), resources
+    assert resources["local_memory_loads"] == 0
+    # For sm_120 ptxas calls a function where a TMA copy would leave the block: 8 bytes of arguments.
+    assert resources["stack_bytes"] <= (8 if name.endswith("sm_120") else 0)
+    assert resources["shared_memory_bytes"] <= resources["budget"] <= SMALL_SHARED_MEMORY_OF_A_BLOCK
+    # Each of 8 warps multiplies 16 rows by 128 columns and 64 inner elements in a step.
+    assert resources["mma"] == 64
+    assert resources["wgmma"] == 0
     assert resources["tma"] > 0

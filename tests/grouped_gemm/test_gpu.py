@@ -1,21 +1,46 @@
-"""The grouped GEMM on a GPU: the kernel for Hopper where there is one, and the portable kernel."""
+"""The grouped GEMM on a GPU: the kernel with roles, with wgmma and with mma.sync where they run, and the portable
+kernel."""
 
 import pytest
 import torch
 
 import tilecrew
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
-from tilecrew.grouped_gemm import GELU, Bias, CountGate, NoGate, RouteWeight, SiLU, SwiGLU, reference
+from tilecrew.grouped_gemm import (
+    GELU,
+    Bias,
+    CountGate,
+    NoGate,
+    NotifyRowBlock,
+    RouteWeight,
+    SiLU,
+    SwiGLU,
+    max_row_blocks,
+    reference,
+)
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.fixture(params=["hopper", "portable"])
-def implementation(request):
-    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+def skip_where_it_cannot_run(implementation):
+    capability = torch.cuda.get_device_capability()
+    if implementation == "hopper" and capability != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    return request.param
+    if implementation == "mma_sync" and capability[0] not in (9, 12):
+        pytest.skip("needs compute capability 9.0 or 12.x")
+    return implementation
+
+
+@pytest.fixture(params=["hopper", "mma_sync", "portable"])
+def implementation(request):
+    return skip_where_it_cannot_run(request.param)
+
+
+@pytest.fixture(params=["hopper", "mma_sync"])
+def with_roles(request):
+    """Implementations that have gates and notifications."""
+    return skip_where_it_cannot_run(request.param)
 
 
 def lengths_of(kind, num_groups):
@@ -117,29 +142,87 @@ def test_epilogues(lengths, implementation):
         assert_close(out, expected(x, w, offs, hook), offs, bound=6e-3)
 
 
-def test_gates_wait_for_another_stream():
+def test_gates_wait_for_another_stream(with_roles):
     """The kernel starts first, holds back, and reads rows that are written meanwhile."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    implementation = with_roles
     x, w, offs = make([130, 0, 20], 0, 264, 512, device="cuda")
-    plain = tilecrew.grouped_gemm(x, w, offs)
-    assert torch.equal(tilecrew.grouped_gemm(x, w, offs, gate=NoGate()), plain)
+    plain = tilecrew.grouped_gemm(x, w, offs, implementation=implementation)
+    assert torch.equal(tilecrew.grouped_gemm(x, w, offs, gate=NoGate(), implementation=implementation), plain)
     counters = torch.zeros(3, dtype=torch.int32, device="cuda")
     rows, x = x, torch.full_like(x, float("nan"))
     targets = torch.tensor([128, 2, 20], dtype=torch.int32, device="cuda")
     # What CUDA does once (compile, load, make streams) may wait for running kernels: done before.
     other = torch.cuda.Stream()
-    tilecrew.grouped_gemm(rows, w, offs, gate=CountGate(targets))
+    tilecrew.grouped_gemm(rows, w, offs, gate=CountGate(targets), implementation=implementation)
     with torch.cuda.stream(other):
         x.copy_(x.clone())
         counters.copy_(counters.clone())
     torch.cuda.synchronize()
-    out = tilecrew.grouped_gemm(x, w, offs, gate=CountGate(counters))
+    out = tilecrew.grouped_gemm(x, w, offs, gate=CountGate(counters), implementation=implementation)
     with torch.cuda.stream(other):
         x.copy_(rows)
         counters.copy_(targets)  # behind the copy of the rows, and ordered after it by the stream
     torch.cuda.synchronize()
     assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("lengths", [[130, 0, 20, 64], [300, 1, 0, 129], [5, 0, 0, 7]])
+@pytest.mark.parametrize("epilogue", [None, SwiGLU(8)])
+def test_every_row_block_is_notified(epilogue, lengths, with_roles):
+    x, w, offs = make(lengths, 9, 264, 528, device="cuda")
+    x = torch.where(x.isnan(), 0, x)
+    rows = torch.zeros(max_row_blocks(x.shape[0], 4), dtype=torch.int32, device="cuda")
+    hook = NotifyRowBlock(rows, epilogue=epilogue)
+    wanted = [min(128, length - first) for length in lengths for first in range(0, length, 128)]
+    wanted_out = expected(x, w, offs, epilogue)
+    for _ in range(20):
+        rows.zero_()
+        out = tilecrew.grouped_gemm(x, w, offs, epilogue=hook, implementation=with_roles)
+        assert_close(out, wanted_out, offs, bound=6e-3)
+        assert rows.tolist() == wanted + [0] * (len(rows) - len(wanted))
+        assert not hook.arrivals.any()
+
+
+@pytest.mark.parametrize("waiting_first", [False, True])
+def test_a_second_product_waits_for_the_notifications_of_the_first(waiting_first, with_roles):
+    """Two streams: SwiGLU and notifications in the first product, a gate in the second, which starts before or behind.
+    Both have so few tiles that they fit the GPU together."""
+    lengths = [300, 0, 65, 130]
+    num_rows, num_inner, num_hidden = sum(lengths), 1032, 264
+    x, w, offs = make(lengths, 0, num_inner, 2 * num_hidden, device="cuda")
+    _, second_w, _ = make(lengths, 0, num_hidden, 392, device="cuda", seed=1)
+    rows = torch.zeros(max_row_blocks(num_rows, 4), dtype=torch.int32, device="cuda")
+    hidden = torch.empty(num_rows, num_hidden, device="cuda", dtype=BF16)
+    out = torch.empty(num_rows, 392, device="cuda", dtype=BF16)
+    notify, gate = NotifyRowBlock(rows, epilogue=SwiGLU(8)), CountGate(rows)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def first():
+        with torch.cuda.stream(streams[0]):
+            tilecrew.grouped_gemm(x, w, offs, epilogue=notify, out=hidden, implementation=with_roles)
+
+    def second():
+        with torch.cuda.stream(streams[1]):
+            tilecrew.grouped_gemm(hidden, second_w, offs, gate=gate, out=out, implementation=with_roles)
+
+    # Compiled and loaded before anything waits: loading may wait for running kernels.
+    first()
+    torch.cuda.synchronize()
+    second()
+    torch.cuda.synchronize()
+    wanted_hidden, wanted = hidden.clone(), out.clone()
+    assert_close(wanted_hidden, expected(x, w, offs, SwiGLU(8)), offs, bound=6e-3)
+    assert_close(wanted, expected(wanted_hidden, second_w, offs), offs)
+    for _ in range(50):
+        rows.zero_()
+        hidden.fill_(float("nan"))
+        out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for run in (second, first) if waiting_first else (first, second):
+            run()
+        torch.cuda.synchronize()
+        assert torch.equal(hidden, wanted_hidden)
+        assert torch.equal(out, wanted)
 
 
 def test_hundred_runs_give_the_same_bits(implementation):

@@ -9,9 +9,11 @@ from tilecrew._hardware import Hardware
 from tilecrew.grouped_gemm.schedule import (
     MAX_GROUPS,
     SHARED_MEMORY,
+    SMALL_SHARED_MEMORY,
     STAGES,
     Problem,
     hopper_tiles,
+    mma_sync_tiles,
     pick,
     supports,
     table_length,
@@ -19,6 +21,7 @@ from tilecrew.grouped_gemm.schedule import (
 
 PROBLEM = Problem(16384, 32, 2048, 7168, "bfloat16")
 A100 = replace(H200, capability=(8, 0), name="NVIDIA A100")
+RTX_5090 = replace(H200, capability=(12, 0), num_sms=170, name="NVIDIA GeForce RTX 5090")
 CPU = Hardware("cpu", "cpu", name="cpu")
 
 
@@ -40,8 +43,18 @@ def test_tiles():
     assert shape(replace(PROBLEM, num_groups=128, num_rows=4096, num_columns=1536)) == (64, 256, 4)
     assert shape(replace(PROBLEM, num_groups=256)) == (64, 256, 4)
     assert shape(replace(PROBLEM, num_groups=256, has_gate=True)) == (128, 256, 4)
+    assert shape(replace(PROBLEM, num_groups=256, notifies=True)) == (128, 256, 4)
     assert shape(replace(PROBLEM, num_rows=1, num_columns=1536)) == (64, 128, 8)
     assert shape(replace(PROBLEM, num_groups=1, num_rows=1024, num_columns=1536)) == (128, 128, 4)
+
+
+@pytest.mark.parametrize("num_groups", [1, 126, 127, 254, 255, MAX_GROUPS])
+def test_tiles_of_mma_sync_fit_99_kilobytes(num_groups):
+    tiles = mma_sync_tiles(replace(PROBLEM, num_groups=num_groups))
+    assert tiles.shared_memory_bytes <= SMALL_SHARED_MEMORY
+    assert (tiles.block_m, tiles.block_n, tiles.block_k) == (128, 128, 64)
+    assert tiles.num_stages == (3 if num_groups <= 254 else 2)
+    assert tiles.table_length >= num_groups + 2
 
 
 def shape(problem):
@@ -62,6 +75,10 @@ def test_choices_and_their_reasons():
     assert pick(PROBLEM, H200).implementation == "hopper"
     assert "NVIDIA H200" in str(pick(PROBLEM, H200))
     assert pick(PROBLEM, A100).implementation == "portable"
+    assert pick(PROBLEM, RTX_5090).implementation == "mma_sync"
+    assert pick(replace(PROBLEM, has_gate=True, notifies=True), RTX_5090).num_programs == 170
+    assert pick(replace(PROBLEM, dtype="float32"), RTX_5090).implementation == "portable"
+    assert "128 x 128 x 64, 3 stages" in str(pick(PROBLEM, H200, "mma_sync"))
     assert "NVIDIA A100" in pick(PROBLEM, A100).reason
     assert pick(replace(PROBLEM, dtype="float32"), H200).implementation == "portable"
     assert pick(replace(PROBLEM, num_groups=MAX_GROUPS + 1), H200).implementation == "portable"
@@ -74,6 +91,9 @@ def test_a_forced_implementation_that_cannot_run_says_why():
         ("hopper", replace(PROBLEM, dtype="float32"), H200, "bfloat16 or float16"),
         ("hopper", replace(PROBLEM, num_groups=2000), H200, "at most 1022 groups"),
         ("hopper", PROBLEM, replace(H200, has_triton=False), "Triton is not installed"),
+        ("mma_sync", PROBLEM, A100, "compute capability 9.0 or 12.x"),
+        ("mma_sync", replace(PROBLEM, dtype="float32"), RTX_5090, "bfloat16 or float16"),
+        ("portable", replace(PROBLEM, notifies=True), A100, "no notifications"),
         ("portable", PROBLEM, replace(A100, capability=(7, 5)), "8.0 or newer"),
         ("portable", replace(PROBLEM, has_gate=True), A100, "no gates"),
         ("torch", PROBLEM, H200, "offs on the host"),

@@ -33,6 +33,7 @@ class Resources:
 
     registers                    at entry; roles re-divide them
     local_memory_instructions    STL and LDL: spills
+    local_memory_loads           LDL alone: stores that nothing loads are arguments of calls, and no spills
     spills_in_wgmma_loops        those of them in loops that have a wgmma
     wgmma, mma, tma              instructions
     wgmma_groups                 what wgmma are waited for in: one group a product, or ptxas has serialised them
@@ -41,6 +42,7 @@ class Resources:
 
     registers: int
     local_memory_instructions: int
+    local_memory_loads: int
     spills_in_wgmma_loops: int
     stack_bytes: int
     shared_memory_bytes: int
@@ -80,6 +82,7 @@ def resources(compiled) -> Resources:
     return Resources(
         registers=int(re.findall(r"REG:(\d+)", usage)[-1]),
         local_memory_instructions=len(LOCAL_MEMORY.findall(sass)),
+        local_memory_loads=len(re.findall(r"\bLDL\b", sass)),
         spills_in_wgmma_loops=sum(
             sum(bool(LOCAL_MEMORY.search(instruction)) for instruction in loop)
             for loop in loops(sass)

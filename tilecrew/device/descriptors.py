@@ -20,20 +20,20 @@ def token_descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
     """64 tokens of one head, `columns` columns of it, as a TMA box of a strided [B, T, H, K] tensor."""
     # TMA wants strides in multiples of 16 bytes, also of dimensions of size 1, whose strides mean nothing.
     strides = [stride if size > 1 else 128 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return _descriptor(x, [*strides, 1], (1, 64, 1, columns))
+    return descriptor(x, [*strides, 1], (1, 64, 1, columns))
 
 
 def matrix_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Tiles [rows, columns] of a contiguous tensor, seen as a matrix of its last dimension."""
     matrix = x.view(-1, x.shape[-1])
-    return _descriptor(matrix, matrix.stride(), (rows, columns))
+    return descriptor(matrix, matrix.stride(), (rows, columns))
 
 
-def _descriptor(x: torch.Tensor, strides: Sequence[int], tile: tuple[int, ...]) -> TensorDescriptor:
+def descriptor(x: torch.Tensor, strides: Sequence[int], tile: tuple[int, ...]) -> TensorDescriptor:
     """TensorDescriptor(...) without its checks, which take most of its time and which the driver repeats."""
-    descriptor = object.__new__(TensorDescriptor)
-    vars(descriptor).update(_tile_fields(tile, x.dtype), base=x, shape=list(x.shape), strides=list(strides))
-    return descriptor
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(_tile_fields(tile, x.dtype), base=x, shape=list(x.shape), strides=list(strides))
+    return made
 
 
 @functools.cache

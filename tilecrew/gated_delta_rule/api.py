@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from tilecrew import _eager as eager
 from tilecrew._plans import PlainCall
-from tilecrew.gated_delta_rule import checks, eager, gates, operators, recurrent_operators
+from tilecrew.gated_delta_rule import checks, gates, operators, recurrent_operators
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.gated_delta_rule.schedule import (

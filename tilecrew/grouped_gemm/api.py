@@ -3,8 +3,12 @@
 Symbols: M rows, K inner size, N columns, E groups.
 """
 
+from typing import Any
+
 import torch
 
+from tilecrew import _eager
+from tilecrew._plans import PlainCall
 from tilecrew.grouped_gemm import checks, operators, reference
 from tilecrew.grouped_gemm.hooks import Epilogue, Gate
 from tilecrew.grouped_gemm.schedule import Schedule
@@ -50,7 +54,17 @@ def grouped_gemm(
         ValueError: shapes, devices, strides, addresses (multiples of 16 bytes) or options that do not fit, or a forced
             implementation that cannot run: the message names the argument, what it is and what was expected.
     """
+    call = _plain_call(x, w, offs, gate, epilogue, out, implementation)
+    plan = operators.PLANS.find(call)
+    if call is not None and plan is not None:
+        if epilogue is not None:
+            epilogue.check(x, w)  # may look at more than the signature tells
+        results = plan.run(call.tensors, call.addresses)
+        if results is not None:
+            return results[0]
     checks.check_call(x, w, offs, gate, epilogue, out)
+    if call is not None:
+        return operators.run_directly(x, w, offs, gate, epilogue, out, implementation, call)
     requires_gradient = _requires_gradient(x, w, epilogue)
     if requires_gradient and out is not None:
         raise ValueError("out must be None where an input requires a gradient")
@@ -67,10 +81,7 @@ def grouped_gemm(
         accumulator = torch.ops.tilecrew.grouped_gemm(x, w, offs, implementation)
         wide = accumulator.to(torch.promote_types(x.dtype, torch.float32))
         return reference.apply_epilogue(epilogue, wide, offs, w.shape[0]).to(x.dtype)
-    if out is None:
-        out = x.new_empty(x.shape[0], w.shape[2] // (1 if epilogue is None else epilogue.shrink))
-    operators.run(x, w, offs, out, implementation, gate, epilogue)
-    return out
+    return operators.run_with_hooks(x, w, offs, gate, epilogue, out, implementation)
 
 
 def explain_grouped_gemm(
@@ -90,6 +101,49 @@ def explain_grouped_gemm(
     """
     checks.check_call(x, w, offs, gate, epilogue, out)
     return operators.schedule_of(x, w, gate, epilogue, implementation)
+
+
+def _plain_call(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    gate: Gate | None,
+    epilogue: Epilogue | None,
+    out: torch.Tensor | None,
+    implementation: str | None,
+) -> PlainCall | None:
+    """The call where it may be repeated by a plan, else None: then it goes through all checks and the dispatcher."""
+    tensors: list[torch.Tensor | None] = [x, w, offs, out]
+    options: list[Any] = [implementation]
+    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not _is_on_current_device(x):
+        return None
+    try:
+        if gate is not None:
+            _add_hook(tensors, options, type(gate), gate.wait, gate.tensors)  # type: ignore[attr-defined]
+        if epilogue is not None:
+            if torch.is_grad_enabled() and _has_gradient(epilogue):
+                return None
+            e: Any = epilogue
+            _add_hook(tensors, options, type(e), e.apply, e.tensors)
+            _add_hook(tensors, options, e.landed, e.constants, e.landed_tensors)
+            options += e.shrink, e.keeps_zero
+        return _eager.plain_call(tensors, tuple(options))
+    except (AttributeError, TypeError):  # something that is no hook: checks tell what it lacks
+        return None
+
+
+def _add_hook(tensors: list[Any], options: list[Any], *parts: Any) -> None:
+    """Notes parts of a hook, the last of which are its tensors, and numbers between them."""
+    options += parts[:-1]
+    for value in parts[-1]:
+        is_tensor = isinstance(value, torch.Tensor)
+        (tensors if is_tensor else options).append(value)
+        options.append(is_tensor)
+
+
+def _is_on_current_device(x: torch.Tensor) -> bool:
+    """A plan launches on the current device."""
+    return x.device.type != "cuda" or x.device.index == torch.cuda.current_device()
 
 
 def _requires_gradient(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue | None) -> bool:

@@ -299,7 +299,7 @@ class NotifyRowBlock(Epilogue):
         arrivals = _counters("rows", rows).new_zeros(rows.shape) if arrivals is None else arrivals
         _counters("arrivals", arrivals)
         require_same_device("arrivals", arrivals, "rows", rows)
-        if arrivals.data_ptr() == rows.data_ptr() and rows.numel():
+        if arrivals is rows or arrivals.data_ptr() == rows.data_ptr() != 0:
             raise ValueError("arrivals must be another tensor than rows")
         if epilogue is not None and not isinstance(epilogue, Epilogue):
             raise TypeError(f"epilogue must be None or an instance of hooks.Epilogue, got {epilogue!r}")
@@ -329,7 +329,7 @@ class NotifyRowBlock(Epilogue):
         return self.epilogue.constants
 
     @property
-    def landed(self) -> Any:  # type: ignore[override]
+    def landed(self) -> Any:
         from tilecrew.grouped_gemm.kernel_epilogues import notify_row_block
 
         return notify_row_block

@@ -47,9 +47,9 @@ from tilecrew.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilecrew.device.descriptors import DTYPES, matrix_descriptor
+from tilecrew.device.descriptors import descriptor, matrix_descriptor
 from tilecrew.device.launch import Launch
-from tilecrew.device.mma import accumulator_layout, operand_layout, tile_layout, warp_accumulator_layout
+from tilecrew.device.mma import accumulator_layout, operand_layout, warp_accumulator_layout
 from tilecrew.device.ring import Ring
 from tilecrew.device.signal import fence_proxy_async
 from tilecrew.device.tiles import wait_until_stores_complete
@@ -193,10 +193,9 @@ def _with_row_stride(x: torch.Tensor) -> torch.Tensor:
 
 def _weight_descriptor(w: torch.Tensor, sizes: TileSizes, transposed: bool) -> TensorDescriptor:
     matrix = w.transpose(1, 2) if transposed else w
-    tile = [1, sizes.block_n, sizes.block_k] if transposed else [1, sizes.block_k, sizes.block_n]
-    layout = tile_layout(tile, DTYPES[w.dtype])
+    tile = (1, sizes.block_n, sizes.block_k) if transposed else (1, sizes.block_k, sizes.block_n)
     strides = [stride if size > 1 else 8 for size, stride in zip(matrix.shape, matrix.stride(), strict=True)]
-    return TensorDescriptor(matrix, list(matrix.shape), [*strides[:2], 1], tile, layout)
+    return descriptor(matrix, [*strides[:2], 1], tile)
 
 
 @gluon.jit

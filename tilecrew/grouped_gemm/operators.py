@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from tilecrew._hardware import hardware_of
+from tilecrew._plans import PlainCall, PlanCache
 from tilecrew.grouped_gemm import checks, reference
 from tilecrew.grouped_gemm.hooks import Epilogue, Gate
 from tilecrew.grouped_gemm.schedule import ROW_BLOCK, Problem, Schedule, pick, supports
 
 LIBRARY = torch.library.Library("tilecrew", "FRAGMENT")
+PLANS = PlanCache()
 
 
 def schedule_of(
@@ -58,6 +60,40 @@ def run(
         _portable(x, w, offs, out, epilogue)
     else:
         _torch(x, w, offs, out, gate, epilogue)
+
+
+def run_with_hooks(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    gate: Gate | None,
+    epilogue: Epilogue | None,
+    out: torch.Tensor | None,
+    implementation: str | None,
+) -> torch.Tensor:
+    """As `run`, but out may have to be made."""
+    if out is None:
+        out = x.new_empty(x.shape[0], w.shape[2] // (1 if epilogue is None else epilogue.shrink))
+    run(x, w, offs, out, implementation, gate, epilogue)
+    return out
+
+
+def run_directly(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    gate: Gate | None,
+    epilogue: Epilogue | None,
+    out: torch.Tensor | None,
+    implementation: str | None,
+    call: PlainCall,
+) -> torch.Tensor:
+    """What a checked call gives that only this package can see; noted as a plan where it comes again."""
+
+    def compute() -> tuple[torch.Tensor]:
+        return (run_with_hooks(x, w, offs, gate, epilogue, out, implementation),)
+
+    return PLANS.run(call, compute)[0]
 
 
 def _crew(

@@ -20,17 +20,18 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 def plain_call(tensors: Tensors, options: tuple[Any, ...]) -> PlainCall | None:
     """The call as a PlainCall; None where the dispatcher must see it, or where an argument is odd: checks tell why.
 
-    tensors: every tensor that the call may take, q first, None for an absent one. options: everything else.
+    tensors: every tensor that the call may take, None for an absent one; the first one must be there, and tells the
+    device. options: everything else.
     The signature holds shapes, strides, dtypes, devices and alignment of the tensors, and values and types of the
     options: whatever checks and schedules look at, but for values of offsets.
     """
     # First, because torch.compile traces no further.
     if torch.compiler.is_compiling() or _is_watched():
         return None
-    q = tensors[0]
-    if q is None or type(q) not in PLAIN_TYPES:
+    first = tensors[0]
+    if first is None or type(first) not in PLAIN_TYPES:
         return None
-    device_type = q.device.type
+    device_type = first.device.type
     if device_type not in DEVICE_TYPES or torch.is_autocast_enabled(device_type):
         return None
     needs_gradients = torch.is_grad_enabled()
