@@ -1,0 +1,40 @@
+"""The kernels of tilecrew.parallel compile for sm_90 with every Triton, without spills, into the loads meant."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.parallel.device_launches import LAUNCHES
+from tests.tritons import INSTALLED, VERSIONS, output_of_each
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Version -> what device_launches printed."""
+    outputs = output_of_each(tmp_path_factory.mktemp, "tests.parallel.device_launches")
+    return {version: json.loads(output) for version, output in outputs.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_compiles(name, version, reports):
+    assert version in (INSTALLED, reports[version]["triton"])
+    found = reports[version]["found"][name]
+    assert isinstance(found, dict), found
+    assert found["resources"]["local_memory_instructions"] == 0
+    ptx = found["ptx"]
+    if name in ("barrier", "notify", "put", "GEMM that notifies owners"):
+        assert "st.release.sys.global.b32" in ptx
+    if name in ("barrier", "wait", "reduce"):
+        assert "ld.acquire.sys.global.b32" in ptx
+        assert "%globaltimer" in ptx
+    if name in ("pull", "reduce", "copy"):
+        # 16 bytes at a time, never through the L1 cache.
+        assert re.search(r"ld\.global\.cg\.v4\.b32", ptx)
+        assert not re.search(r"ld\.global\.(v4|cg\.b16|nc)", ptx)
+    if name == "pull":
+        fence, release = ptx.rindex("fence.proxy.async"), ptx.rindex("gpu.release.add")
+        assert fence < ptx.rindex("bar.sync", 0, release)
