@@ -87,6 +87,8 @@ class TileWalk:
         end = gl.where(group < num_groups, gl.minimum(gl.maximum(end, 0), num_rows), num_rows)
         begin = gl.where(group <= num_groups, gl.minimum(gl.maximum(begin, 0), num_rows), num_rows)
         blocks = gl.cdiv(gl.maximum(end - begin, 0), config.block_m)
+        if not config.writes_tail:
+            blocks = gl.where(group < num_groups, blocks, 0)
         counts = gl.associative_scan(blocks, 0, add)
         begins = gl.allocate_shared_memory(gl.int32, [LENGTH], vector_layout())
         ends = gl.allocate_shared_memory(gl.int32, [LENGTH], vector_layout())

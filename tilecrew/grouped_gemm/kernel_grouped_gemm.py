@@ -64,7 +64,7 @@ PIECE_COLUMNS = gl.constexpr(PIECE)
 @dataclass(frozen=True)
 class GemmConfig:
     """What the kernel is compiled for. block_m is consumer_rows * num_consumers; piece_columns are those of a stored
-    piece, after the epilogue; table_length as in TileSizes."""
+    piece, after the epilogue; table_length as in TileSizes; writes_tail: rows behind the last offset become zeros."""
 
     table_length: int
     num_consumers: int
@@ -83,6 +83,7 @@ class GemmConfig:
     epilogue_constants: tuple
     load_registers: int
     consumer_registers: int
+    writes_tail: bool
 
 
 class Pointers(NamedTuple):
@@ -149,8 +150,12 @@ def launch(
     sizes: TileSizes,
     num_programs: int,
     hooks: Hooks = Hooks(),  # noqa: B008  (immutable)
+    writes_tail: bool = True,
 ) -> Launch:
-    """The launch for x [M, K], w [E, K, N] with a contiguous K or N, offs [E] int32, out [M, N / shrink]."""
+    """The launch for x [M, K], w [E, K, N] with a contiguous K or N, offs [E] int32, out [M, N / shrink].
+
+    writes_tail: False leaves rows behind the last offset as they are, which costs nothing where M is a bound.
+    """
     transposed = w.stride(2) != 1
     config = GemmConfig(
         table_length=sizes.table_length,
@@ -170,6 +175,7 @@ def launch(
         epilogue_constants=hooks.epilogue_constants,
         load_registers=sizes.load_registers,
         consumer_registers=sizes.consumer_registers,
+        writes_tail=writes_tail,
     )
     args = (
         matrix_descriptor(_with_row_stride(x), sizes.consumer_rows, sizes.block_k),

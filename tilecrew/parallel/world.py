@@ -54,6 +54,8 @@ class World:
         self.timeout_seconds, self.stream, self.first_epoch = timeout_seconds, stream, first_epoch
         num_sharing = self.size if isinstance(provider, Emulated) else 1
         self.num_sms = hardware_of(device).num_sms // num_sharing
+        #: What operators keep with this world, by their sizes.
+        self.workspaces: dict[Any, Any] = {}
         self._closed = False
         provider.agree(rank, f"timeout_seconds {timeout_seconds}, first_epoch {first_epoch}, device {device.type}")
         self.control = ParallelTensor((control_length(self.size),), torch.int32, self)
@@ -197,6 +199,7 @@ class World:
 
     def _end(self) -> None:
         self._closed = True
+        self.workspaces.clear()
         self.provider.close()
 
     def _wait_for_device(self) -> None:
