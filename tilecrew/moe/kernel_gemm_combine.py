@@ -63,10 +63,10 @@ def combine_kernel(
     is_well = expected == expected
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         first = token.to(tl.int64) * TOP_K
-        for k in range(TOP_K):
-            writer = tl.load(indices + 2 * (first + k))
+        for route in range(first, first + TOP_K):
+            writer = tl.load(indices + 2 * route)
             if writer >= 0:
-                block = tl.load(indices + 2 * (first + k) + 1) // ROW_BLOCK
+                block = tl.load(indices + 2 * route + 1) // ROW_BLOCK
                 flag = slots + block * size + writer
                 is_well &= wait_for_rank(flag, expected, block, writer, control, control_offsets, rank, size, timeout)
         tl.debug_barrier()
