@@ -9,6 +9,9 @@ import torch
 
 from tests import gpu_record
 
+# Emulated ranks need hardware queues for two streams each; CUDA reads this when it starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     gpu_record.add_option(parser)

@@ -18,26 +18,23 @@ from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_grouped_gemm
 from tilecrew.grouped_gemm.hooks import CountGate, SwiGLU
 from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles
-from tilecrew.moe import kernel_dispatch_gemm, kernel_gemm_combine
+from tilecrew.moe import fused, kernel_dispatch_gemm, kernel_gemm_combine
 from tilecrew.parallel import World
 
 I32, I64 = torch.zeros(4096, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
 F32 = torch.zeros(4096)
 HALF = torch.zeros(256, 64, dtype=torch.bfloat16)
 SECOND = 10**9
-PIECE = {"num_warps": 8, "ROWS": 8, "COLUMNS": 512}
-SUM = {"num_warps": 8, "COLUMNS": 2048}
 
 
 def combine(weights, base, top_k):
     tensors = (HALF, I64, I32, weights, base, HALF)
     arguments = (tensors, I32, I32, I32, I64, 0, 2, 128, 64, SECOND)
-    return Launch(kernel_gemm_combine.combine_kernel, 1, arguments, {**SUM, "TOP_K": top_k})
+    return Launch(kernel_gemm_combine.combine_kernel, 1, arguments, {**fused.COMBINE, "TOP_K": top_k})
 
 
 def gemm(notifies):
     """What fused.launch_gemm launches, for one rank."""
-    from tilecrew.moe.fused import NotifySources
     from tilecrew.moe.workspace import MoESizes, MoEWorkspace
 
     problem = Problem(16384, 8, 2048, 2048, "bfloat16", has_gate=not notifies, notifies=notifies)
@@ -46,7 +43,7 @@ def gemm(notifies):
     workspace = MoEWorkspace(world, MoESizes(256, 2, 8, 64, 256, torch.bfloat16))
     x, w, offs = HALF, torch.zeros(8, 64, 512, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
     if notifies:
-        hooks = kernel_grouped_gemm.hooks_of(None, NotifySources(workspace))
+        hooks = kernel_grouped_gemm.hooks_of(None, fused.NotifySources(workspace))
     else:
         hooks = kernel_grouped_gemm.hooks_of(CountGate(workspace.counters), SwiGLU(8))
     out = x.new_empty(x.shape[0], 512 // hooks.shrink)
@@ -55,7 +52,7 @@ def gemm(notifies):
 
 LAUNCHES = {
     "dispatch": lambda: Launch(
-        kernel_dispatch_gemm.dispatch_kernel, 1, (HALF, I64, I32, I32, 8, HALF, I32, I32, 64), PIECE
+        kernel_dispatch_gemm.dispatch_kernel, 1, (HALF, I64, I32, I32, 8, HALF, I32, I32, 64), fused.DISPATCH
     ),
     "tables": lambda: Launch(
         kernel_dispatch_gemm.tables_kernel, 1, (I32, I64, F32, I64, I32, F32, 512), {"num_warps": 4, "BLOCK": 1024}

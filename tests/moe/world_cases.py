@@ -168,3 +168,33 @@ def check(world, case):
     assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
     if not case.shared and case.problem.topk_ids.lt(0).all():
         assert not first.any()
+
+
+def cases(size, dtype=torch.float32, device="cpu"):
+    """The regression matrix: name -> Case, for a number of ranks."""
+    options = {"dtype": dtype, "device": device}
+
+    def lengths(*values):
+        return [values[rank % len(values)] for rank in range(size)]
+
+    return {
+        "uniform": Case(lengths(17, 33, 5), 2, 5, 64, 64, **options),
+        "one expert, one route": Case(lengths(3, 129), 1, 1, 136, 64, **options),
+        "no tokens on some ranks": Case(lengths(0, 40), 2, 4, 64, 32, **options),
+        "no tokens at all": Case(lengths(0), 2, 4, 64, 32, **options),
+        "one token": Case(lengths(1), 6, 64, 136, 24, **options),
+        "about a row block": Case(lengths(127, 128, 129), 2, 2, 64, 64, **options),
+        "more ranks than experts": Case(lengths(30), 2, 2, 64, 32, layout="halves", **options),
+        "512 experts, 10 routes": Case(lengths(9, 0, 20), 10, 512, 40, 8, **options),
+        "hot expert": Case(lengths(60, 10), 2, 6, 64, 32, kind="one expert", **options),
+        "first and last expert empty": Case(lengths(50), 2, 8, 64, 32, kind="ends empty", **options),
+        "all local": Case(lengths(31), 2, 8, 64, 32, place="local", **options),
+        "all remote": Case(lengths(31), 2, 8, 64, 32, place="remote", **options),
+        "all to rank 0": Case(lengths(31), 2, 8, 64, 32, place="rank 0", **options),
+        "rank 0 receives nothing": Case(lengths(31), 2, 8, 64, 32, place="not rank 0", **options),
+        "duplicates": Case(lengths(31, 7), 3, 6, 64, 32, place="duplicates", layout="halves", **options),
+        "some missing": Case(lengths(40, 41), 3, 7, 64, 32, kind="some missing", **options),
+        "all missing": Case(lengths(21), 3, 7, 64, 32, kind="all missing", **options),
+        "shared experts": Case(lengths(60, 40), 2, 5, 64, 32, shared=True, **options),
+        "shared experts, halves": Case(lengths(60, 40), 2, 5, 64, 32, shared=True, layout="halves", **options),
+    }

@@ -20,10 +20,9 @@ from tilecrew.moe.routing import ROW_BLOCK, Routing
 from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
 from tilecrew.parallel import host_signal
 
-COLUMNS_OF_A_PIECE = 512
-ROWS_OF_A_PIECE = 8
-COLUMNS_OF_A_SUM = 2048
-WARPS = 8
+DISPATCH = {"ROWS": 8, "COLUMNS": 512, "num_warps": 8}
+# maxnreg: left to itself, ptxas aims at more blocks than there are, and spills.
+COMBINE = {"COLUMNS": 2048, "num_warps": 8, "maxnreg": 128}
 
 
 class NotifySources(Identity):
@@ -134,9 +133,7 @@ def launch_dispatch(workspace: MoEWorkspace, routing: Routing, rows: torch.Tenso
         workspace.counters,
         workspace.world.control.local,
         rows.shape[1],
-        ROWS=ROWS_OF_A_PIECE,
-        COLUMNS=COLUMNS_OF_A_PIECE,
-        num_warps=WARPS,
+        **DISPATCH,
     )
 
 
@@ -180,8 +177,7 @@ def launch_combine(
         out.shape[1],
         host_signal.nanoseconds(world),
         TOP_K=workspace.sizes.top_k,
-        COLUMNS=COLUMNS_OF_A_SUM,
-        num_warps=WARPS,
+        **COMBINE,
     )
 
 
