@@ -49,10 +49,10 @@ def joined(case, gate, up):
     return torch.cat((gate, up), -1)
 
 
-def prepare(world, case):
+def prepare(world, case, dispatch=None):
     """This rank's workspace, made where there is none, and inputs."""
     if case.sizes not in world.workspaces:
-        MoEWorkspace(world, case.sizes)
+        MoEWorkspace(world, case.sizes, dispatch=dispatch)
     inputs = Inputs(case, world.rank)
     torch.cuda.synchronize()
     return inputs

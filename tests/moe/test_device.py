@@ -41,7 +41,15 @@ def test_compiles(name, version, reports):
         assert "st.release.sys.global.b32" in ptx  # where a wait fails
     if name == "combine":
         assert len(re.findall(WIDE_LOAD, ptx)) == 8  # unrolled
-    if name == "GEMM behind dispatch":
+    if name.startswith(("GEMM behind", "GEMM with")):
         assert "ld.acquire.gpu.global.b32" in ptx
+    if name.startswith("GEMM"):
+        resources = found["resources"]
+        assert resources["shared_memory_bytes"] <= 232_448
+        assert 0 < resources["wgmma_groups"] == resources["products"] < resources["wgmma"]
+    if name.startswith("GEMM with movers"):
+        assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10, %r", ptx)  # 16 bytes, or zeros
+        assert not re.search(r"cp\.async\.ca|cp\.async\.cg.*, 0x[48],", ptx)
+        assert "gpu.release.add" in ptx
     if name == "GEMM in front of combine":
         assert ptx.index("atom.global.gpu.acq_rel.add") < ptx.index("fence.acq_rel.sys") < ptx.index("st.release.sys")

@@ -187,6 +187,10 @@ def test_calls_that_do_not_fit():
         options = {"world": world, "capacity": 5, "num_experts": 4, **change}
         with pytest.raises(ValueError, match=message):
             tilecrew.moe_forward(p.x, p.topk_ids, p.topk_weights, p.w_gate_up, p.down, **options)
+    with pytest.raises(ValueError, match="dispatch must be None on the CPU"):
+        MoEWorkspace(world, SIZES, dispatch="blocks")
+    with pytest.raises(ValueError, match="num_comm_blocks must be None on the CPU"):
+        MoEWorkspace(world, SIZES, num_comm_blocks=2)
     with pytest.raises(TypeError, match="world must be"):
         MoEWorkspace(None, SIZES)
     p = case.problem

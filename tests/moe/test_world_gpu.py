@@ -29,10 +29,17 @@ def synchronize(worlds):
         world.synchronize()
 
 
-def check(worlds, case, turns=2):
+@pytest.fixture(params=["warps", "blocks"])
+def dispatch(request):
+    if request.param == "warps" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return request.param
+
+
+def check(worlds, case, dispatch=None, turns=2):
     """Values and gradients of all ranks; the same bits every time."""
     wanted = case.expected()
-    inputs = on_every_rank(worlds, gpu_ranks.prepare, case)
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
     first = None
     for _ in range(turns):
         outs = on_every_rank(worlds, gpu_ranks.forward, inputs)
@@ -56,13 +63,13 @@ def check(worlds, case, turns=2):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_matrix(size):
+def test_matrix(size, dispatch):
     """Epochs pass 2^32 on the way."""
     worlds = emulate(size, first_epoch=2**32 - 4)
     cases = world_cases.cases(size, BF16, "cuda")
     for name in NAMES:
         try:
-            check(worlds, cases[name])
+            check(worlds, cases[name], dispatch)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
         for world in worlds:
@@ -87,10 +94,10 @@ def test_float16():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_are_late_change_nothing(size):
+def test_ranks_that_are_late_change_nothing(size, dispatch):
     worlds = emulate(size)
     case = Case([130, 5, 0, 77][:size], 4, 9, 264, 64, dtype=BF16, device="cuda")
-    inputs = on_every_rank(worlds, gpu_ranks.prepare, case)
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
     first = on_every_rank(worlds, gpu_ranks.forward, inputs)
     synchronize(worlds)
     generator = torch.Generator().manual_seed(0)
@@ -120,13 +127,13 @@ def test_many_calls_without_waiting_for_the_device():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_cuda_graph_replays_with_other_tokens_and_routes(size):
+def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
     worlds = emulate(size, first_epoch=2**32 - 8)
     shape = ([40, 130, 0, 9][:size], 3, 7, 136, 64)
     problems = [Case(*shape, dtype=BF16, device="cuda", seed=seed) for seed in range(12)]
     problems[3] = Case(*shape, dtype=BF16, device="cuda", kind="all missing")
     problems[5] = Case(*shape, dtype=BF16, device="cuda", kind="one expert")
-    inputs = on_every_rank(worlds, gpu_ranks.prepare, problems[0])
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, problems[0], dispatch)
     others = [[gpu_ranks.Inputs(problem, rank) for rank in range(size)] for problem in problems]
     on_every_rank(worlds, gpu_ranks.forward, inputs)
     synchronize(worlds)
@@ -193,6 +200,8 @@ def test_errors():
         tilecrew.moe_forward(
             *(t.cpu() for t in (own.x, own.ids, own.weights, own.w_gate_up, own.w_down)), world=worlds[0], capacity=5
         )
+    with pytest.raises(ValueError, match="dispatch must be None or one of warps, blocks"):
+        MoEWorkspace(worlds[0], case.sizes, dispatch="pigeons")
     for number in (0, worlds[0].num_sms):
         with pytest.raises(ValueError, match="num_comm_blocks must be at least 1 and less than"):
             MoEWorkspace(worlds[0], case.sizes, num_comm_blocks=number)

@@ -3,8 +3,9 @@
     dispatch_gemm    tokens of all ranks -> rows -> grouped GEMM behind a gate
     gemm_combine     grouped GEMM whose epilogue tells all ranks -> their tokens' sums
 
-On a GPU communication blocks run beside the GEMM, on a stream of their own; the GEMM's grid leaves them their
-multiprocessors. On the CPU torch does the same, through the same gate, epilogue, slots and parallel tensors.
+On a GPU rows are moved by a warp of each of the GEMM's blocks, or by communication blocks; these, and those that
+combine, run beside the GEMM on a stream of their own, and its grid leaves them their multiprocessors. On the CPU torch
+does the same, through the same gate, epilogue, slots and parallel tensors.
 """
 
 import importlib
@@ -17,12 +18,9 @@ from tilecrew.grouped_gemm import operators
 from tilecrew.grouped_gemm.hooks import CountGate, Epilogue, Gate, Identity
 from tilecrew.grouped_gemm.schedule import pick
 from tilecrew.moe.routing import ROW_BLOCK, Routing
+from tilecrew.moe.schedule import COMBINE, DISPATCH, MOVER_COLUMNS, MOVER_SLOTS, with_mover
 from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
 from tilecrew.parallel import host_signal
-
-DISPATCH = {"ROWS": 8, "COLUMNS": 512, "num_warps": 8}
-# maxnreg: left to itself, ptxas aims at more blocks than there are, and spills.
-COMBINE = {"COLUMNS": 2048, "num_warps": 8, "maxnreg": 128}
 
 
 class NotifySources(Identity):
@@ -65,6 +63,9 @@ def dispatch_gemm(
     if not workspace.is_gpu:
         _dispatch_on_cpu(workspace, routing, rows)
         operators.run(rows, w, routing.offs, out, None, gate, epilogue)
+        return
+    if workspace.dispatch == "warps":
+        launch_gemm_with_movers(workspace, routing, rows, w, out, gate, epilogue)
         return
     stream = torch.cuda.current_stream()
     workspace.side.wait_stream(stream)
@@ -152,6 +153,40 @@ def launch_gemm(
     schedule = pick(operators.problem_of(rows, w, gate, epilogue), hardware_of(world.device))
     num_programs = min(schedule.num_programs, world.num_sms - workspace.num_comm_blocks)
     hooks = kernel.hooks_of(gate, epilogue)
+    kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
+
+
+def launch_gemm_with_movers(
+    workspace: MoEWorkspace,
+    routing: Routing,
+    rows: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    gate: Gate,
+    epilogue: Epilogue | None,
+) -> None:
+    """The grouped GEMM behind its gate, with a warp in every block that brings rows. All blocks are resident at once:
+    one has the shared memory of a multiprocessor, and there are no more of them than the rank may fill."""
+    kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
+    world, tokens = workspace.world, workspace.tokens
+    problem = with_mover(operators.problem_of(rows, w, gate, epilogue))
+    schedule = pick(problem, hardware_of(world.device), "hopper")
+    hooks = kernel.hooks_of(gate, epilogue)._replace(
+        mover=importlib.import_module("tilecrew.moe.crew_mover").move_rows,
+        mover_tensors=(
+            tokens.local,
+            tokens.offsets,
+            routing.pull_dispatch_indices,
+            routing.offs,
+            workspace.mover_sizes,
+            rows,
+            workspace.counters,
+            world.control.local,
+        ),
+        mover_slots=MOVER_SLOTS,
+        mover_columns=MOVER_COLUMNS,
+    )
+    num_programs = min(schedule.num_programs, world.num_sms)
     kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
 
 

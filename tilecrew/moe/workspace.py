@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 import torch
 
+from tilecrew._hardware import hardware_of
 from tilecrew._shapes import require_dtype
-from tilecrew.grouped_gemm.schedule import MAX_ROWS
+from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
 from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
+from tilecrew.moe.schedule import pick_dispatch
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
 from tilecrew.parallel.signal import Signals
@@ -57,14 +59,21 @@ class MoEWorkspace:
         world: this rank's World.
         sizes: MoESizes. In an emulated world on a GPU make the workspaces of all ranks before the first call: a rank
             that still loads kernels would wait for kernels that wait for it.
+        dispatch: "warps" or "blocks", as `schedule` says; None chooses. On the CPU None.
         num_comm_blocks: blocks that pull rows beside a GEMM; at least 1 and less than the rank's multiprocessors.
             None: a quarter of them, at most 8. On the CPU None.
 
     Raises TypeError or ValueError for sizes that do not fit, and on every rank where ranks differ in them.
     """
 
-    def __init__(self, world: World, sizes: MoESizes, *, num_comm_blocks: int | None = None) -> None:
+    def __init__(
+        self, world: World, sizes: MoESizes, *, dispatch: str | None = None, num_comm_blocks: int | None = None
+    ) -> None:
         check_sizes(world, sizes)
+        dtype = str(sizes.dtype).removeprefix("torch.")
+        num_experts = len(expert_range(0, sizes.num_experts, world.size))
+        problem = Problem(MAX_ROWS, num_experts, sizes.hidden_size, 2 * sizes.intermediate_size, dtype, has_gate=True)
+        self.dispatch = pick_dispatch(dispatch, problem, hardware_of(world.device))
         self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
         self.world, self.sizes = world, sizes
         self.is_gpu = world.device.type == "cuda"
@@ -88,6 +97,7 @@ class MoEWorkspace:
             self.counters = torch.zeros(num_blocks, dtype=torch.int32, device=device)
             self.arrivals = torch.zeros(num_blocks, dtype=torch.int32, device=device)
             self.epoch = torch.full((1,), as_int32(world.first_epoch), dtype=torch.int32, device=device)
+            self.mover_sizes = torch.tensor([len(self.experts), sizes.hidden_size], dtype=torch.int32, device=device)
             self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
             self._all_ids = torch.full((world.size, *routes), -1, dtype=torch.int32, device=device)
             self._all_weights = torch.zeros((world.size, *routes), dtype=wide, device=device)
