@@ -18,7 +18,7 @@ def test_choices():
     assert pick_dispatch("blocks", PROBLEM, H200) == "blocks"
     assert pick_dispatch(None, PROBLEM, SM_120) == "blocks"
     assert pick_dispatch(None, PROBLEM, hardware_of("cpu")) is None
-    with pytest.raises(ValueError, match="dispatch='warps' cannot run: it needs compute capability 9.0"):
+    with pytest.raises(ValueError, match=r"dispatch='warps' cannot run: it needs compute capability 9\.0"):
         pick_dispatch("warps", PROBLEM, SM_120)
 
 
