@@ -9,7 +9,8 @@ import torch
 
 from tests import gpu_record
 
-# Emulated ranks need hardware queues for two streams each; CUDA reads this when it starts.
+# Emulated ranks have two streams each: one that waits must not share a hardware queue with one that it waits for. CUDA
+# reads this when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 

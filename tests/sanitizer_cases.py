@@ -1,6 +1,7 @@
 """Every kernel once on small problems, to be run under compute-sanitizer: `python tests/sanitizer_cases.py`.
 
-Partial chunks, packed sequences (an empty one among them), tails, pieces, states in both layouts, a padded pool.
+Partial chunks, packed sequences (an empty one among them), tails, pieces, states in both layouts, a padded pool; with
+--grouped also grouped GEMMs with partial and empty groups, hooks and transposed weights.
 """
 
 import sys
@@ -10,10 +11,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+import tilecrew
 from tests.gated_delta_rule.hopper_checks import EVERYTHING, KERNELS, run_kernel, run_pieces
 from tests.gated_delta_rule.kernel_checks import random_recurrent_arguments, run_portable
+from tests.grouped_gemm.problems import make
 from tilecrew.gated_delta_rule import kernel_forward_scan, kernel_recurrent
 from tilecrew.gated_delta_rule.schedule import Schedule
+from tilecrew.grouped_gemm import Bias, CountGate, NotifyRowBlock, SwiGLU, max_row_blocks
 from tilecrew.testing import random_arguments
 
 PACKED = {"lengths": [1, 64, 0, 70], "tail": 9}
@@ -29,6 +33,30 @@ HOPPER = {
 def check(result) -> None:
     for x in vars(result).values():
         assert x is None or x.isfinite().all()
+
+
+def check_grouped_gemms() -> None:
+    """Every implementation that runs here, with all hooks where it has them, and the gradients."""
+    lengths, tail = [130, 0, 1, 64], 5
+    num_rows = sum(lengths) + tail
+    for transposed in (False, True):
+        x, w, offs = make(lengths, tail, 72, 272, device="cuda", transposed=transposed)
+        x = torch.where(x.isnan(), 0, x)
+        for implementation in ("hopper", "mma_sync", "portable"):
+            options = {"implementation": implementation}
+            assert tilecrew.grouped_gemm(x, w, offs, **options).isfinite().all()
+            if implementation == "portable":
+                continue
+            rows = torch.zeros(max_row_blocks(num_rows, 4), dtype=torch.int32, device="cuda")
+            notify = NotifyRowBlock(rows, epilogue=SwiGLU(8))
+            assert tilecrew.grouped_gemm(x, w, offs, epilogue=notify, **options).isfinite().all()
+            assert rows.tolist()[:4] == [128, 2, 1, 64]
+            bias = Bias(torch.randn(4, 272, device="cuda"))
+            assert tilecrew.grouped_gemm(x, w, offs, gate=CountGate(rows), epilogue=bias, **options).isfinite().all()
+    x.requires_grad_()
+    w.requires_grad_()
+    tilecrew.grouped_gemm(x, w, offs).float().square().sum().backward()
+    assert x.grad.isfinite().all() and w.grad.isfinite().all()
 
 
 def main() -> None:
@@ -54,6 +82,8 @@ def main() -> None:
         )
         o, final_state = kernel_recurrent.forward(arguments)
         assert o.isfinite().all() and final_state.isfinite().all()
+    if "--grouped" in sys.argv:  # its tables, too, are written before the roles start and read in them
+        check_grouped_gemms()
     torch.cuda.synchronize()
 
 

@@ -13,7 +13,27 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 12
-FAMILY = ROOT / "tilecrew" / "gated_delta_rule"
+PARALLEL = ROOT / "tilecrew" / "parallel"
+FAMILIES = [ROOT / "tilecrew" / name for name in ("gated_delta_rule", "grouped_gemm")]
+# Modules of each family that import no kernel language: mathematics, choices, and what a caller holds in his hands.
+PLAIN_STEMS = {
+    "gated_delta_rule": ("reference", "schedule", "gates", "chunked", "recurrent", "arguments"),
+    "grouped_gemm": ("reference", "schedule", "hooks", "checks"),
+}
+# Modules that launch kernels, and import them where they do.
+LAUNCHING_STEMS = {
+    "gated_delta_rule": ("api", "operators", "recurrent_operators"),
+    "grouped_gemm": ("api", "operators", "hooks"),
+}
+
+
+def modules_of(stems):
+    return [family / f"{stem}.py" for family in FAMILIES for stem in stems[family.name]]
+
+
+def family_of(path):
+    return next((family for family in FAMILIES if path.is_relative_to(family)), None)
+
 
 # Functions that may have more parameters, and why.
 MANY_PARAMETERS = {
@@ -66,11 +86,13 @@ def imports_triton(path):
 
 
 def is_device_code(path):
-    return path.is_relative_to(ROOT / "tilecrew" / "device") or (path.is_relative_to(FAMILY) and imports_triton(path))
+    in_family = family_of(path) is not None or path.is_relative_to(PARALLEL)
+    return path.is_relative_to(ROOT / "tilecrew" / "device") or (in_family and imports_triton(path))
 
 
 def test_there_are_sources():
-    assert ROOT / "tilecrew" / "gated_delta_rule" / "api.py" in FILES
+    for family in FAMILIES:
+        assert family / "api.py" in FILES
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -97,39 +119,66 @@ def test_one_module_knows_the_versions_of_triton():
 def test_device_code_keeps_its_annotations():
     """Triton reads annotations at run time; `from __future__ import annotations` would make strings of them."""
     device_files = [path for path in FILES if is_device_code(path)]
-    assert FAMILY / "kernel_portable.py" in device_files
+    for family in FAMILIES:
+        assert family / "kernel_portable.py" in device_files
     for path in device_files:
         assert "__future__.annotations" not in imports_of(path), name_of(path)
 
 
-@pytest.mark.parametrize("stem", ["reference", "schedule", "gates", "chunked", "recurrent", "arguments"])
-def test_mathematics_and_schedules_import_no_kernel_language(stem):
-    path = FAMILY / f"{stem}.py"
+@pytest.mark.parametrize("path", modules_of(PLAIN_STEMS), ids=name_of)
+def test_mathematics_and_schedules_import_no_kernel_language(path):
     assert not imports_triton(path)
-    assert not any(".kernel_" in name for name in imports_of(path))
+    assert not any(".kernel_" in name for name in imports_of(path, at_module_level_only=path.stem == "hooks"))
 
 
-@pytest.mark.parametrize("stem", ["api", "operators", "recurrent_operators"])
-def test_kernels_are_imported_where_they_are_launched(stem):
-    assert not any(".kernel_" in name for name in imports_of(FAMILY / f"{stem}.py", at_module_level_only=True))
+@pytest.mark.parametrize("path", modules_of(LAUNCHING_STEMS), ids=name_of)
+def test_kernels_are_imported_where_they_are_launched(path):
+    assert not any(".kernel_" in name for name in imports_of(path, at_module_level_only=True))
+    assert any("kernel_" in line for line in path.read_text().splitlines()) or path.stem == "api"
 
 
-def test_schedules_import_no_torch():
-    assert not any(name.split(".")[0] == "torch" for name in imports_of(FAMILY / "schedule.py"))
+@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
+def test_schedules_import_no_torch(family):
+    assert not any(name.split(".")[0] == "torch" for name in imports_of(family / "schedule.py"))
+
+
+def test_families_do_not_know_each_other():
+    for path in FILES:
+        family = family_of(path)
+        for other in FAMILIES if family is not None else ():
+            if other != family:
+                assert not any(name.startswith(f"tilecrew.{other.name}") for name in imports_of(path)), name_of(path)
 
 
 def test_only_device_modules_and_kernels_import_device_code():
     device_stems = ("kernel_", "crew_", "chunk_")
     for path in FILES:
-        if path.is_relative_to(FAMILY) and any(name.startswith("tilecrew.device") for name in imports_of(path)):
+        if family_of(path) is not None and any(name.startswith("tilecrew.device") for name in imports_of(path)):
             assert path.stem.startswith(device_stems), name_of(path)
+
+
+def test_only_kernels_of_parallel_know_the_kernel_language():
+    files = sorted(PARALLEL.glob("*.py"))
+    kernels = [path for path in files if path.stem.startswith("kernel_")]
+    assert [path.stem for path in kernels if not is_device_code(path)] == []
+    assert len(kernels) >= 4
+    for path in set(files) - set(kernels):
+        assert not imports_triton(path), name_of(path)
+        assert not any(".kernel_" in name for name in imports_of(path)), name_of(path)
+
+
+def test_families_and_device_code_do_not_know_of_parallel():
+    """tilecrew.parallel is built on the grouped GEMM and its hooks, not the other way round."""
+    for path in FILES:
+        if family_of(path) is not None or path.is_relative_to(ROOT / "tilecrew" / "device"):
+            assert not any(name.startswith("tilecrew.parallel") for name in imports_of(path)), name_of(path)
 
 
 def test_importing_loads_no_triton_and_starts_no_gpu():
     program = (
         "import torch\n"
         "before = set(__import__('sys').modules)\n"
-        "import tilecrew, sys\n"
+        "import tilecrew, tilecrew.parallel, sys\n"
         "loaded = set(sys.modules) - before\n"
         "assert not any(name.split('.')[0] in ('triton', 'transformers', 'fla') for name in loaded), loaded\n"
         "assert not any('.kernel_' in name or name.startswith('tilecrew.device') for name in loaded), loaded\n"

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+import tilecrew
 from tilecrew import cli
 
 pytest.importorskip("typer")
@@ -83,8 +84,56 @@ def test_bench_with_an_option_that_cannot_be_met(option, value, message, monkeyp
     assert message in result.output
 
 
+def test_bench_grouped_gemm(tmp_path):
+    """Times, rates and ratios fit each other, and the file has them."""
+    path = tmp_path / "results" / "grouped_gemm.json"
+    result = invoke("bench", "grouped-gemm", "--device", "cpu", "--seconds", "60", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 10
+    for row in rows:
+        size = row["shape"]
+        assert row["error"] <= 1e-5
+        assert row["teraflops"] == pytest.approx(
+            2e-9 * size["num_rows"] * size["num_inner"] * size["num_columns"] / row["milliseconds"]
+        )
+        assert (row["name"] == "dense") == (row["ratio_to_dense"] == 1.0)
+        assert f"{row['milliseconds']:9.4f} ms" in result.output
+    assert "torch: " in result.output
+
+
+def test_bench_grouped_gemm_gives_no_time_to_a_wrong_result(monkeypatch):
+    from tilecrew.benchmark import grouped_gemm
+
+    product = tilecrew.grouped_gemm
+
+    def wrong(x, w, offs, **options):
+        result = product(x, w, offs, **options)
+        result[0, 0] += 1
+        return result
+
+    monkeypatch.setattr(tilecrew, "grouped_gemm", wrong)
+    for shape in grouped_gemm.CASES["small"]:
+        rows = grouped_gemm.measure(shape, torch.device("cpu"), 0.0)
+        refused = {row.name: row.refused for row in rows if row.milliseconds is None}
+        assert set(refused) == {"tilecrew", "tilecrew transposed", "tilecrew notifying"}
+        assert all("is above 1e-05" in reason for reason in refused.values())
+    result = invoke("bench", "grouped-gemm", "--device", "cpu", "--seconds", "60")
+    assert result.exit_code == 1
+    assert "REFUSED AssertionError: error" in result.output
+
+
+def test_bench_grouped_gemm_says_what_it_left_out():
+    result = invoke("bench", "grouped-gemm", "--device", "cpu", "--seconds", "0")
+    assert result.exit_code == 1
+    assert "E 4 M 256 K 64 N 128: no time left" in result.output
+    result = invoke("bench", "grouped-gemm", "--device", "cpu", "--cases", "huge")
+    assert result.exit_code == 2
+    assert "--cases must be one of targets, large, few-rows, small, got 'huge'" in result.output
+
+
 def test_doctor_reports_versions_device_implementations_and_integrations():
-    result = invoke("doctor")
+    result = invoke("doctor", "--no-ranks")
     assert result.exit_code == 0, result.output
     assert torch.__version__.split("+")[0] in result.output
     for word in ("roles (prefill)", "portable (prefill)", "chunked (prefill)", "recurrent (decode)", "torch (decode)"):
@@ -96,7 +145,7 @@ def test_doctor_reports_versions_device_implementations_and_integrations():
 
 def test_doctor_says_why_an_integration_is_not_available(monkeypatch):
     without(monkeypatch, "transformers")
-    result = invoke("doctor")
+    result = invoke("doctor", "--no-ranks")
     assert result.exit_code == 0
     assert "needs the transformers package" in result.output
 

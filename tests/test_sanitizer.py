@@ -68,7 +68,7 @@ def sanitize(*options, cases=()):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_no_bad_memory_access():
-    run = sanitize("--tool", "memcheck", "--error-exitcode", "9", cases=["--pieces"])
+    run = sanitize("--tool", "memcheck", "--error-exitcode", "9", cases=["--pieces", "--grouped"])
     assert run.returncode == 0, run.stdout
     assert "ERROR SUMMARY: 0 errors" in run.stdout, run.stdout
 

@@ -105,10 +105,6 @@ def add_bench(app: Any) -> None:
     bench = typer.Typer(help="Measure beside other libraries, errors checked in the same run.", no_args_is_help=True)
     app.add_typer(bench, name="bench")
 
-    @bench.callback()
-    def bench_callback() -> None:
-        pass  # a group of commands, although there is one so far
-
     @bench.command("gated-delta-rule")
     def bench_gated_delta_rule(
         peers: Annotated[
@@ -139,6 +135,35 @@ def add_bench(app: Any) -> None:
             console.print(str(error), markup=False)
             raise typer.Exit(2) from None
         if not run.run_benchmark(settings, console):
+            raise typer.Exit(1)
+
+    @bench.command("grouped-gemm")
+    def bench_grouped_gemm(
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+        cases: Annotated[
+            str, typer.Option(help="targets, its halves large and few-rows, or small. [default: targets on a GPU]")
+        ] = "",
+        json: Annotated[Path | None, typer.Option(help="Where to write the figures, after every shape.")] = None,
+        seconds: Annotated[float, typer.Option(min=0.0, help="Of all shapes; then none is begun any more.")] = 120.0,
+    ) -> None:
+        """Time the grouped GEMM beside torch's, and beside one dense product of as many operations.
+
+        Exit code 1 where a result of tilecrew is wrong or a shape was left out, 2 where something is missing.
+        """
+        from rich.console import Console
+
+        console = Console()
+        run = importlib.import_module("tilecrew.benchmark.grouped_gemm")
+        try:
+            chosen = choose_device(device)
+            cases = cases or ("targets" if chosen.type == "cuda" else "small")
+            is_good = run.run_benchmark(
+                cases, chosen, seconds, json, lambda line: console.print(line, markup=False, soft_wrap=True)
+            )
+        except ValueError as error:
+            console.print(str(error), markup=False)
+            raise typer.Exit(2) from None
+        if not is_good:
             raise typer.Exit(1)
 
 

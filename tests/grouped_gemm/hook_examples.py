@@ -55,6 +55,37 @@ def scaled_by(factor):
     return Scale()
 
 
+def counting_by(step):
+    """One class, whose function behind the stores closes over another value each time; none where step is None."""
+    value = gl.constexpr(step)
+
+    class Count(Epilogue):
+        def __init__(self):
+            self.counter = torch.zeros(1, dtype=torch.int32)
+
+        @gluon.jit
+        def apply(accumulator, group, rows, columns, tensors, constants: gl.constexpr):  # noqa: N805
+            return accumulator
+
+        @property
+        def landed_tensors(self):
+            return (self.counter,)
+
+        def reference(self, accumulator, groups):
+            return accumulator
+
+        def landed_reference(self, num_rows_of_blocks):
+            self.counter += step * len(num_rows_of_blocks)
+
+    @gluon.jit
+    def landed(row_block, column_block, num_rows, num_calls, tensors):
+        gl.atomic_add(tensors[0], value)
+
+    if step is not None:
+        Count.landed = landed
+    return Count()
+
+
 class Plus(Epilogue):
     """A hook with a tensor, as a user writes it: adds shift[row % 4] and the number of the group."""
 

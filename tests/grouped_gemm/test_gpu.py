@@ -16,6 +16,7 @@ from tilecrew.grouped_gemm import (
     SiLU,
     SwiGLU,
     max_row_blocks,
+    operators,
     reference,
 )
 
@@ -223,6 +224,23 @@ def test_a_second_product_waits_for_the_notifications_of_the_first(waiting_first
         torch.cuda.synchronize()
         assert torch.equal(hidden, wanted_hidden)
         assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("with_hooks", [False, True])
+def test_calls_by_plans_read_the_tensors_that_they_are_given(with_hooks, implementation):
+    """From the third call of a shape on a plan is repeated, at other addresses and with other values."""
+    lengths = [130, 0, 20, 64]
+    operators.PLANS.clear()
+    kept = []
+    for seed in range(6):
+        x, w, offs = make(lengths, 9, 264, 528, device="cuda", seed=seed)
+        offs = offs - seed
+        epilogue = Bias(torch.randn(4, 528, device="cuda")) if with_hooks else None
+        out = tilecrew.grouped_gemm(x, w, offs, epilogue=epilogue, implementation=implementation)
+        assert_close(out, expected(x, w, offs, epilogue), offs, bound=6e-3)
+        kept += [x, w, offs, epilogue, out]  # so that no address comes twice
+    # An epilogue behind the portable kernel is torch's work, and makes no plan.
+    assert operators.PLANS.num_plans == (0 if with_hooks and implementation == "portable" else 1)
 
 
 def test_hundred_runs_give_the_same_bits(implementation):

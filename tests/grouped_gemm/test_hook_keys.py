@@ -1,5 +1,8 @@
 """Hooks are part of what a compiled kernel is cached under: in memory, and on disk."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -47,6 +50,18 @@ def test_two_hooks_of_one_class_name_share_no_kernel(name):
     assert key_in_memory(launches[0]) == key_in_memory(launch_with(PAIRS[name][0]()))
 
 
+def test_what_follows_a_tile_is_part_of_the_key():
+    """Two hooks of one class name that differ in `landed` alone, and one with none."""
+    launches = [launch_with(hook_examples.counting_by(step)) for step in (1, 2, None)]
+    keys = [key_in_memory(launch) for launch in launches]
+    assert len(set(keys)) == 3
+    compiled = [aot.compile_launch(launch) for launch in launches]
+    assert len({kernel.hash for kernel in compiled}) == 3
+    # Only who notifies waits for its stores.
+    assert ["cp.async.bulk.wait_group 0" in kernel.asm["ptx"] for kernel in compiled] == [True, True, False]
+    assert key_in_memory(launch_with(hook_examples.counting_by(1))) == keys[0]
+
+
 def test_constants_are_part_of_the_key():
     from tilecrew.grouped_gemm import SwiGLU
 
@@ -59,6 +74,23 @@ def test_hooks_of_users_run():
     x = torch.where(x.isnan(), 0, x)
     for hook in (hook_examples.scaled_by_three(), hook_examples.scaled_by(8.0), hook_examples.Plus(torch.rand(4))):
         assert_close(simulate(x, w, offs, SMALL, hook, num_seeds=1), expected(x, w, offs, hook), offs)
+
+
+@pytest.mark.slow
+def test_the_hooks_of_the_example_compile(capsys):
+    """What examples/grouped_gemm_hooks.py shows runs by its torch twins here; these are its device halves."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "grouped_gemm_hooks.py"))
+    assert "relative error" in capsys.readouterr().out
+    counters = torch.zeros(2, 4, dtype=torch.int32)
+    epilogue = example["SquaredReLU"](torch.rand(1), counters[0])
+    hooks = kernel_grouped_gemm.hooks_of(example["RowsReady"](counters[1]), epilogue)
+    x, w, offs = make([70], 0, 64, 128)
+    launch = kernel_grouped_gemm.launch(x, w, offs, torch.empty(70, 128, dtype=x.dtype), SIZES, 1, hooks)
+    compiled = aot.compile_launch(launch)
+    resources = aot.resources(compiled)
+    assert resources.local_memory_instructions == 0
+    assert 0 < resources.wgmma_groups == resources.products
+    assert all(text in compiled.asm["ptx"] for text in ("ld.acquire.gpu", "trap;", "atom.global.gpu.release.exch"))
 
 
 def test_a_hook_without_a_device_function_is_refused():

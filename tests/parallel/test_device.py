@@ -1,7 +1,11 @@
 """The kernels of tilecrew.parallel compile for sm_90 with every Triton, without spills, into the loads meant."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +42,15 @@ def test_compiles(name, version, reports):
     if name == "pull":
         fence, release = ptx.rindex("fence.proxy.async"), ptx.rindex("gpu.release.add")
         assert fence < ptx.rindex("bar.sync", 0, release)
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+def test_kernels_under_the_interpreter():
+    path = Path(__file__).parent / "interpreted_kernels.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, cwd=path.parents[2], timeout=900
+    )
+    assert child.returncode == 0, f"{child.stdout}\n{child.stderr}"

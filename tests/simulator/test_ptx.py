@@ -154,6 +154,14 @@ def test_shuffles_stay_in_a_warp():
     np.testing.assert_array_equal(unary(wrapped, x), x // 32 * 32 + (x + 1) % 32)
 
 
+def test_what_has_no_effect_here_is_read_over():
+    """Fences of global memory and waits for its stores, also in assembly without operands."""
+    for text in ("fence.proxy.async", "cp.async.bulk.wait_group 0", "griddepcontrol.wait"):
+        result = elementwise(f"{text}; mov.u32 $0, 7;", "=r", 1, [], None, 4)
+        assert result.shape == ()
+        assert result == 7
+
+
 def test_packs_follow_the_registers_of_a_thread():
     """The second value of each pair goes to both: in a blocked layout with two values a thread, its neighbour."""
     parameters = {"sizePerThread": [2], "threadsPerWarp": [32], "warpsPerCTA": [4], "order": [0]}

@@ -177,6 +177,9 @@ def test_shapes():
 
 def test_global_memory():
     check("%r = tt.addptr %p, %i : !tt.ptr<f32>, i32", "tt.addptr", ("%p", "%i"), (POINTER, I32), (POINTER,))
+    line = "%r = tt.addptr %p, %i {tt.divisibility = dense<[1, 16]> : tensor<2xi32>} : !tt.ptr<f32>, i32"
+    divisibility = {"tt.divisibility": [1, 16]}
+    check(line, "tt.addptr", ("%p", "%i"), (POINTER, I32), (POINTER,), **divisibility)
     check("%r = tt.load %p : !tt.ptr<f32>", "tt.load", ("%p",), (POINTER,), (F32,), num_operands=1)
     text = "tensor<64x64x!tt.ptr<f32>, #blocked>"
     pointers, mask = (TensorType((64, 64), element, BLOCKED) for element in ("!tt.ptr<f32>", "i1"))
@@ -275,6 +278,8 @@ def test_inline_assembly():
     attributes = {"asm": '{\n.reg "x";\\ é}', "constraints": "=f,=f,f,f", "packed_element": 1, "pure": False}
     name, results = "tt.elementwise_inline_asm", ("%r#0", "%r#1")
     check(line, name, ("%a", "%b"), (F32, I32), (F32, I32), results=results, **attributes)
+    line = f'%r = {name} "fence;" {{constraints = "=r", packed_element = 1 : i32, pure = false}} -> i32'
+    check(line, name, (), (), (I32,), asm="fence;", constraints="=r", packed_element=1, pure=False)
 
 
 @pytest.mark.parametrize(("name", "attributes"), [("reduce", {"axis": 1}), ("scan", {"axis": 1, "reverse": True})])

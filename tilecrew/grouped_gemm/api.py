@@ -115,7 +115,7 @@ def _plain_call(
     """The call where it may be repeated by a plan, else None: then it goes through all checks and the dispatcher."""
     tensors: list[torch.Tensor | None] = [x, w, offs, out]
     options: list[Any] = [implementation]
-    if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor) or not _is_on_current_device(x):
+    if torch.compiler.is_compiling():
         return None
     try:
         if gate is not None:
@@ -127,9 +127,12 @@ def _plain_call(
             _add_hook(tensors, options, type(e), e.apply, e.tensors)
             _add_hook(tensors, options, e.landed, e.constants, e.landed_tensors)
             options += e.shrink, e.keeps_zero
-        return _eager.plain_call(tensors, tuple(options))
+        call = _eager.plain_call(tensors, tuple(options))
     except (AttributeError, TypeError):  # something that is no hook: checks tell what it lacks
         return None
+    # A plan launches on the current device.
+    is_elsewhere = call is not None and x.device.type == "cuda" and x.device.index != torch.cuda.current_device()
+    return None if is_elsewhere else call
 
 
 def _add_hook(tensors: list[Any], options: list[Any], *parts: Any) -> None:
@@ -139,11 +142,6 @@ def _add_hook(tensors: list[Any], options: list[Any], *parts: Any) -> None:
         is_tensor = isinstance(value, torch.Tensor)
         (tensors if is_tensor else options).append(value)
         options.append(is_tensor)
-
-
-def _is_on_current_device(x: torch.Tensor) -> bool:
-    """A plan launches on the current device."""
-    return x.device.type != "cuda" or x.device.index == torch.cuda.current_device()
 
 
 def _requires_gradient(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue | None) -> bool:

@@ -61,18 +61,19 @@ class AllGatherGemm:
             self._signals = Signals(world, 1)
         world.quiesce()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [num_rows, K] in the dtype of w, on the world's device. Returns [W * num_rows, N].
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [num_rows, K] in the dtype of w, on the world's device. Returns [W * num_rows, N]; out, contiguous, is
+        written and returned where it is given.
 
         On a GPU the result is on the rank's stream (in an emulated world its own, which `World.synchronize` waits
         for). Where a wait has failed it is NaN, and `World.synchronize` raises WaitError; on the CPU the call does.
         """
         fusion.check_input(self.world, x, self.w, self.num_rows)
         if not self._is_gpu:
-            return self._on_cpu(x)
+            return self._on_cpu(x, out)
         fusion.follow_caller(self.world)
         with self.world.use():
-            out = x.new_empty(self.world.size * self.num_rows, self.w.shape[1])
+            out = fusion.output(out, x, (self.world.size * self.num_rows, self.w.shape[1]))
             self._counters.zero_()
             self.world.barrier()
             self.shards.local.copy_(x)
@@ -127,9 +128,9 @@ class AllGatherGemm:
         num_programs = min(self._schedule.num_programs, self.world.num_sms - self.num_comm_blocks)
         kernel.launch(self._gathered, self.w[None], self._offs, out, tiles, num_programs, hooks).run()
 
-    def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
+    def _on_cpu(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         world, rows = self.world, self.num_rows
-        out = x.new_empty(world.size * rows, self.w.shape[1])
+        out = fusion.output(out, x, (world.size * rows, self.w.shape[1]))
         world.barrier()
         self.shards.local.copy_(x)
         self._epoch += 1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tilecrew._shapes import require_dtype, require_tensor
+from tilecrew.grouped_gemm.checks import ALIGNMENT, check_addresses
 from tilecrew.parallel.control import control_length
 from tilecrew.parallel.world import World, check_num_comm_blocks
 
@@ -34,6 +35,7 @@ def check_weights(world: World, w: torch.Tensor) -> None:
         raise ValueError(f"w must be [K, N], both positive multiples of 8, got shape {tuple(w.shape)}")
     if 1 not in w.stride():
         raise ValueError(f"w must be contiguous in K or in N, got strides {w.stride()}")
+    _check_alignment("w", w if w.stride(1) == 1 else w.T)
     if w.device != world.device:
         raise ValueError(f"w must be on the device of the world, {world.device}, got {w.device}")
     if w.requires_grad and torch.is_grad_enabled():
@@ -51,8 +53,32 @@ def check_input(world: World, x: torch.Tensor, w: torch.Tensor, num_rows: int) -
         raise ValueError(f"x must be on the device of the world, {world.device}, got {x.device}")
     if x.stride(1) != 1:
         raise ValueError(f"x must be contiguous in its last dimension, got strides {x.stride()}")
+    _check_alignment("x", x)
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("x must not require a gradient: the operator has none")
+
+
+def output(out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """A new output, or the checked one of the caller. Raises TypeError or ValueError where that does not fit."""
+    if out is None:
+        return x.new_empty(shape)
+    require_tensor("out", out)
+    require_dtype("out", out, (x.dtype,), because=", the dtype of x")
+    if out.shape != shape or not out.is_contiguous() or out.device != x.device:
+        raise ValueError(
+            f"out must be contiguous, of shape {shape}, on {x.device}, got {tuple(out.shape)} with strides "
+            f"{out.stride()} on {out.device}"
+        )
+    _check_alignment("out", out)
+    return out
+
+
+def _check_alignment(name: str, matrix: torch.Tensor) -> None:
+    """Raises ValueError where rows of a matrix do not start at multiples of 16 bytes, as TMA needs."""
+    check_addresses(**{name: matrix})
+    stride = matrix.stride(0) if matrix.shape[0] > 1 else 0
+    if stride < 0 or stride * matrix.element_size() % ALIGNMENT:
+        raise ValueError(f"{name} must have rows {ALIGNMENT} bytes or a multiple apart, got strides {matrix.stride()}")
 
 
 def check_rows(world: World, num_rows: int) -> None:

@@ -89,18 +89,19 @@ class GemmReduceScatter:
         self.is_fused = self._schedule is not None
         world.quiesce()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [W * num_rows, K] in the dtype of w, on the world's device. Returns [num_rows, N].
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [W * num_rows, K] in the dtype of w, on the world's device. Returns [num_rows, N]; out, contiguous, is
+        written and returned where it is given.
 
         Streams and failed waits as for AllGatherGemm.
         """
         world = self.world
         fusion.check_input(world, x, self.w, world.size * self.num_rows)
         if not self._is_gpu:
-            return self._on_cpu(x)
+            return self._on_cpu(x, out)
         fusion.follow_caller(world)
         with world.use():
-            out = x.new_empty(self.num_rows, self.w.shape[1])
+            out = fusion.output(out, x, (self.num_rows, self.w.shape[1]))
             world.barrier()
             self._epoch.add_(1)
             stream = torch.cuda.current_stream()
@@ -172,8 +173,9 @@ class GemmReduceScatter:
             **fusion.PIECE,
         )
 
-    def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
+    def _on_cpu(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         world = self.world
+        out = fusion.output(out, x, (self.num_rows, self.w.shape[1]))
         world.barrier()
         torch.mm(x, self.w, out=self.partials.local)
         self._epoch += 1
@@ -189,4 +191,4 @@ class GemmReduceScatter:
             for block in blocks:
                 self._signals.wait(block, peer, epoch)
             total += self.partials.peer(peer)[own]
-        return total.to(x.dtype)
+        return out.copy_(total)

@@ -2,7 +2,7 @@
 
 A provider allocates on all ranks at once. `allocate` is collective: every rank calls it in the same order with the same
 signature; where signatures differ ValueError is raised on every rank (in an emulated world: on the rank that differs
-and, from then on, on all).
+and, from then on, on all). Every part has been given to `initialize` before any rank gets to see any.
 """
 
 import datetime
@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 ALIGNMENT = 256  # bytes; every part begins at a multiple
+
+Initialize = Callable[[torch.Tensor], None]  # of a part, uint8
 
 
 class Emulated:
@@ -32,13 +34,15 @@ class Emulated:
         if self._disagreement is not None:
             raise ValueError(self._disagreement)
 
-    def allocate(self, rank: int, signature: str, num_bytes: int) -> list[torch.Tensor]:
+    def allocate(self, rank: int, signature: str, num_bytes: int, initialize: Initialize) -> list[torch.Tensor]:
         with self._lock:
             self.check()
             call = self._calls[rank]
             self._calls[rank] += 1
             if call not in self._allocations:
                 parts = [torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.size)]
+                for part in parts:
+                    initialize(part)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # ranks have streams of their own
                 self._allocations[call] = (signature, parts)
@@ -51,7 +55,7 @@ class Emulated:
             return list(parts)
 
     def agree(self, rank: int, signature: str) -> None:
-        self.allocate(rank, signature, 0)
+        self.allocate(rank, signature, 0, lambda part: None)
 
     def meet(self) -> None:
         """Ranks of one process need not wait for each other before memory goes: references keep it."""
@@ -96,7 +100,7 @@ class Processes:
 class SharedMemory(Processes):
     """CPU processes of one host: all parts of a tensor in one file without a name, which every process maps."""
 
-    def allocate(self, rank: int, signature: str, num_bytes: int) -> list[torch.Tensor]:
+    def allocate(self, rank: int, signature: str, num_bytes: int, initialize: Initialize) -> list[torch.Tensor]:
         self.agree(rank, signature)
         stride = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -108,12 +112,13 @@ class SharedMemory(Processes):
         try:
             path = self.gather(path)[0]
             whole = torch.from_file(path, shared=True, size=stride * self.size, dtype=torch.uint8)
-            failures = self.gather(None)  # all have mapped it
+            parts = [whole[r * stride : r * stride + num_bytes] for r in range(self.size)]
+            initialize(parts[rank])
+            self.meet()  # all have mapped it
         finally:
             if rank == 0 and path is not None:
                 os.unlink(path)  # the memory stays as long as somebody maps it, also where one is killed
-        assert failures == [None] * self.size
-        return [whole[r * stride : r * stride + num_bytes] for r in range(self.size)]
+        return parts
 
 
 class SymmetricMemory(Processes):
@@ -123,10 +128,13 @@ class SymmetricMemory(Processes):
         super().__init__(group, timeout_seconds)
         self.device = device
 
-    def allocate(self, rank: int, signature: str, num_bytes: int) -> list[torch.Tensor]:
+    def allocate(self, rank: int, signature: str, num_bytes: int, initialize: Initialize) -> list[torch.Tensor]:
         self.agree(rank, signature)
         if self.size == 1:
-            return [torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)]
+            only = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+            initialize(only)
+            torch.cuda.synchronize(self.device)
+            return [only]
         import torch.distributed._symmetric_memory as symmetric_memory
 
         # Where several ranks share the switch's multicast unit, or have none, torch must not ask for it.
@@ -135,6 +143,7 @@ class SymmetricMemory(Processes):
         own = symmetric_memory.empty(length, dtype=torch.uint8, device=self.device)
         handle = symmetric_memory.rendezvous(own, self.group)
         own.zero_()
+        initialize(own[:num_bytes])
         torch.cuda.synchronize(self.device)
         view: Callable[..., torch.Tensor] = getattr(handle, "get_remote_tensor", handle.get_buffer)
         parts = [own if r == rank else view(r, (length,), torch.uint8) for r in range(self.size)]
@@ -142,11 +151,13 @@ class SymmetricMemory(Processes):
         problem = None
         if view(rank, (length,), torch.uint8).data_ptr() != own.data_ptr():
             problem = "torch's symmetric memory gives views at another place than the tensor"
-        problems = [found for found in self.gather(problem) if found]  # all have zeroed theirs, too
+        problems = [found for found in self.gather(problem) if found]  # all have written theirs, too
         if problems:
             raise RuntimeError(problems[0])
-        for part in parts:
-            part.untyped_storage()._owner = (own, handle)  # type: ignore[attr-defined]
+        for peer, part in enumerate(parts):
+            if peer != rank:
+                # torch's views of peers keep nothing alive; the handle keeps them mapped.
+                part.untyped_storage()._owner = (own, handle)  # type: ignore[attr-defined]
         return [part[:num_bytes] for part in parts]
 
 

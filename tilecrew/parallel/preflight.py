@@ -110,7 +110,10 @@ def _pair_checks(reader: int, owner: int) -> Iterator[Check]:
         return
     source = torch.arange(2**20, dtype=torch.int32, device=f"cuda:{owner}") * 7
     target = torch.full((2**20,), -1, dtype=torch.int32, device=f"cuda:{reader}")
-    target[:1].copy_(source[:1])  # torch opens the peer's memory with the first copy
+    # With its first copy in each direction torch opens the memory of either for the other.
+    target[:1].copy_(source[:1])
+    source[:1].copy_(target[:1])
+    target.fill_(-1)
     _synchronize(reader, owner)
     _copy(source, target, 8)
     _synchronize(reader, owner)

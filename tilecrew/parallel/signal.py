@@ -29,10 +29,8 @@ class Signals:
             raise ValueError(f"num_slots must be an integer of at least 1, got {num_slots!r}")
         world.agree(f"first_epoch {first_epoch} of signals")
         self.world, self.num_slots = world, num_slots
-        self.cells = ParallelTensor((num_slots, world.size), torch.int32, world)
-        with world.use():
-            self.cells.local.fill_(as_int32(first_epoch))
-        world.quiesce()
+        first = as_int32(first_epoch)
+        self.cells = ParallelTensor((num_slots, world.size), torch.int32, world, lambda part: part.fill_(first))
 
     def put(self, slot: int, peer: int, epoch: int) -> None:
         """Writes `epoch` to this rank's cell of `slot` on rank `peer`, behind everything this rank has written."""

@@ -1,7 +1,7 @@
 """ParallelTensor: one tensor on every rank, each of which every rank can address."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,21 +13,29 @@ if TYPE_CHECKING:
 class ParallelTensor:
     """A contiguous tensor of one shape on every rank of a world, each part readable and writable by all.
 
-    Creating one is collective: every rank does so, in the same order and with the same arguments. Parts begin as zeros.
+    Creating one is collective: every rank does so, in the same order and with the same arguments.
 
-    shape     sizes of each rank's part
-    dtype     of its elements
-    world     the World of this rank
-    local     this rank's part
-    offsets   [W] int64 on the device of the world: bytes from the address of `local` to that of each rank's part.
-              Kernels take `local` and `offsets`; the number of ranks need not be known when they are compiled.
+    shape       sizes of each rank's part
+    dtype       of its elements
+    world       the World of this rank
+    initialize  what is done to the zeros of every part before any rank gets to see it; None: nothing
+    local       this rank's part
+    offsets     [W] int64 on the device of the world: bytes from the address of `local` to that of each rank's part.
+                Kernels take `local` and `offsets`; the number of ranks need not be known when they are compiled.
 
-    A view of a part keeps its memory alive, also behind `destroy`.
+    A view of a part keeps its memory alive, also behind `destroy`; between GPUs its owner may then put something else
+    there.
 
     Raises TypeError or ValueError for a bad argument, and ValueError on every rank where ranks differ.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, world: "World") -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        world: "World",
+        initialize: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
         sizes = tuple(shape)
         if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
             raise TypeError(f"shape must be integers, got {sizes}")
@@ -37,7 +45,12 @@ class ParallelTensor:
             raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
         self.shape, self.dtype, self.world = sizes, dtype, world
         num_bytes = math.prod(sizes) * dtype.itemsize
-        parts = world.allocate(f"a tensor of shape {sizes}, {dtype}", num_bytes)
+
+        def fill(part: torch.Tensor) -> None:
+            if initialize is not None:
+                initialize(part.view(dtype).view(sizes))
+
+        parts = world.allocate(f"a tensor of shape {sizes}, {dtype}", num_bytes, fill)
         self._parts: list[torch.Tensor] | None = [part.view(dtype).view(sizes) for part in parts]
         own = parts[world.rank].data_ptr()
         self._offsets = torch.tensor([part.data_ptr() - own for part in parts], dtype=torch.int64).to(world.device)

@@ -58,17 +58,15 @@ class World:
         self.workspaces: dict[Any, Any] = {}
         self._closed = False
         provider.agree(rank, f"timeout_seconds {timeout_seconds}, first_epoch {first_epoch}, device {device.type}")
-        self.control = ParallelTensor((control_length(self.size),), torch.int32, self)
-        if first_epoch != 0:
-            with self.use():
-                local = self.control.local
-                local[EPOCH] = as_int32(first_epoch)
-                for writer in range(self.size):
-                    local[barrier_offset(self.size, writer)] = as_int32(first_epoch)
+        self.control = ParallelTensor((control_length(self.size),), torch.int32, self, self._begin)
         if device.type == "cuda":
             host_signal.load(self)
         self._wait_for_device()
         provider.meet()
+
+    def _begin(self, control: torch.Tensor) -> None:
+        for place in (EPOCH, *(barrier_offset(self.size, writer) for writer in range(self.size))):
+            control[place] = as_int32(self.first_epoch)
 
     @classmethod
     def from_group(
@@ -135,11 +133,15 @@ class World:
         provider = Emulated(size, place)
         return tuple(cls(provider, rank, place, timeout_seconds, first_epoch, streams[rank]) for rank in range(size))
 
-    def allocate(self, signature: str, num_bytes: int) -> list[torch.Tensor]:
-        """Collective: one uint8 vector of zeros for each rank. Raises ValueError on every rank where they differ in
-        `signature`."""
+    def allocate(
+        self, signature: str, num_bytes: int, initialize: Callable[[torch.Tensor], None]
+    ) -> list[torch.Tensor]:
+        """Collective: one uint8 vector for each rank, of zeros that went through `initialize`.
+
+        Raises ValueError on every rank where they differ in `signature`.
+        """
         self.require_open()
-        return self.provider.allocate(self.rank, signature, num_bytes)
+        return self.provider.allocate(self.rank, signature, num_bytes, initialize)
 
     def agree(self, what: str) -> None:
         """Collective: raises ValueError on every rank where ranks differ in `what`, a text."""
@@ -221,7 +223,9 @@ def on_every_rank(worlds: tuple[World, ...], function: Callable[..., Any], *argu
     """function(world, *arguments) for each rank of an emulated world -> its results in the order of ranks.
 
     On the CPU ranks are threads, because they wait for each other; on a GPU kernels wait, and one thread launches for
-    all. The first error is raised when all have ended.
+    one rank after the other. There the function must not wait for the device, nor make worlds, tensors or operators,
+    behind a barrier, a wait or an operator's call: what these wait for is launched for the next rank.
+    The first error is raised when all have ended.
     """
 
     def call(world: World) -> Any:
