@@ -21,6 +21,14 @@ class NoTwinOfLanded(SiLU):
     landed = "a device function"
 
 
+class Halves(SiLU):
+    shrink = 2
+
+
+class Thirds(SiLU):
+    shrink = 3
+
+
 class NoWait(Gate):
     def check(self, num_rows_of_blocks):
         return None
@@ -62,6 +70,12 @@ CASES = [
     ({"epilogue": torch.relu}, TypeError, "epilogue must be an instance of tilecrew.grouped_gemm.hooks.Epilogue"),
     ({"epilogue": NoReference()}, TypeError, "epilogue must have apply, which NoReference lacks"),
     ({"epilogue": Epilogue()}, TypeError, "epilogue must have apply, which Epilogue lacks"),
+    ({"epilogue": Thirds()}, ValueError, "epilogue must have a shrink of 1 or 2, got 3"),
+    (
+        {"epilogue": Halves(), "w": torch.zeros(3, 16, 24, **BF16)},
+        ValueError,
+        "w must have N a multiple of 16 for an epilogue with shrink 2, got 24",
+    ),
     ({"epilogue": NoTwinOfLanded()}, TypeError, "epilogue must have landed_reference, which NoTwinOfLanded lacks"),
     (
         {"epilogue": NotifyRowBlock(torch.zeros(1, dtype=torch.int32))},

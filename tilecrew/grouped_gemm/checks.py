@@ -55,6 +55,11 @@ def check_call(
         if epilogue.landed is not None:
             _check_hook("epilogue", epilogue, Epilogue, ("landed_reference",))
         epilogue.check(x, w)
+        if epilogue.shrink not in (1, 2):
+            raise ValueError(f"epilogue must have a shrink of 1 or 2, got {epilogue.shrink!r}")
+        if sizes["N"] % (MULTIPLE * epilogue.shrink):
+            multiple = f"{MULTIPLE * epilogue.shrink} for an epilogue with shrink {epilogue.shrink}"
+            raise ValueError(f"w must have N a multiple of {multiple}, got {sizes['N']}")
     if out is not None:
         _check_out(out, x, sizes["N"] // (1 if epilogue is None else epilogue.shrink))
 
