@@ -14,6 +14,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 12
 PARALLEL = ROOT / "tilecrew" / "parallel"
+MOE = ROOT / "tilecrew" / "moe"
 FAMILIES = [ROOT / "tilecrew" / name for name in ("gated_delta_rule", "grouped_gemm")]
 # Modules of each family that import no kernel language: mathematics, choices, and what a caller holds in his hands.
 PLAIN_STEMS = {
@@ -86,7 +87,7 @@ def imports_triton(path):
 
 
 def is_device_code(path):
-    in_family = family_of(path) is not None or path.is_relative_to(PARALLEL)
+    in_family = family_of(path) is not None or path.is_relative_to(PARALLEL) or path.is_relative_to(MOE)
     return path.is_relative_to(ROOT / "tilecrew" / "device") or (in_family and imports_triton(path))
 
 
@@ -121,6 +122,7 @@ def test_device_code_keeps_its_annotations():
     device_files = [path for path in FILES if is_device_code(path)]
     for family in FAMILIES:
         assert family / "kernel_portable.py" in device_files
+    assert {MOE / "kernel_rows.py", MOE / "crew_mover.py"} <= set(device_files)
     for path in device_files:
         assert "__future__.annotations" not in imports_of(path), name_of(path)
 
@@ -150,10 +152,26 @@ def test_families_do_not_know_each_other():
                 assert not any(name.startswith(f"tilecrew.{other.name}") for name in imports_of(path)), name_of(path)
 
 
+@pytest.mark.parametrize("path", sorted(MOE.glob("*.py")), ids=name_of)
+def test_mixture_of_experts_imports_kernels_where_they_are_launched(path):
+    if path.stem.startswith(("kernel_", "crew_")):
+        return
+    assert not imports_triton(path)
+    assert not any(".kernel_" in name for name in imports_of(path))
+
+
+def test_routing_and_reference_import_no_layer():
+    """The twin of the tables and the truth of the tests stand below what they judge."""
+    for stem in ("routing", "reference"):
+        imported = {name for name in imports_of(MOE / f"{stem}.py") if name.startswith("tilecrew.")}
+        assert all(name.startswith(("tilecrew._", "tilecrew.moe.routing")) for name in imported), stem
+
+
 def test_only_device_modules_and_kernels_import_device_code():
     device_stems = ("kernel_", "crew_", "chunk_")
     for path in FILES:
-        if family_of(path) is not None and any(name.startswith("tilecrew.device") for name in imports_of(path)):
+        in_family = family_of(path) is not None or path.is_relative_to(MOE)
+        if in_family and any(name.startswith("tilecrew.device") for name in imports_of(path)):
             assert path.stem.startswith(device_stems), name_of(path)
 
 

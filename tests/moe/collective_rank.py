@@ -1,11 +1,15 @@
-"""One rank of the tests of the collective layer: `python -m tests.moe.collective_rank RANK WORLD_SIZE FILE [CASE...]`.
+"""One rank of the tests of the collective layer.
+
+    python -m tests.moe.collective_rank RANK WORLD_SIZE FILE [gloo | nccl | absence]
 
 Every rank makes the same problem for all ranks' tokens, takes its part, and compares with the loop over all experts.
 """
 
 import datetime
+import os
 import re
 import sys
+import time
 import traceback
 
 import pytest
@@ -25,6 +29,10 @@ class Rank:
 
     def __init__(self, group, lengths, top_k, num_experts, hidden, intermediate, **options):
         self.group, self.rank = group, dist.get_rank(group)
+        if dist.get_backend(group) == "nccl":
+            options["device"] = "cuda"
+            if options.get("dtype") == torch.float64:
+                options["dtype"] = torch.float32  # GPUs have no grouped GEMM of float64
         self.problem = Problem(sum(lengths), top_k, num_experts, hidden, intermediate, **options)
         first = sum(lengths[: self.rank])
         self.tokens = slice(first, first + lengths[self.rank])
@@ -67,9 +75,8 @@ class Rank:
 def check(group, lengths, *sizes, with_shared=False, layout="interleaved", num_chunks=2, **options):
     part = Rank(group, lengths, *sizes, **options)
     bound = 4 * BOUNDS[part.problem.x.dtype]
-    d_out = torch.randn(part.problem.x.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(
-        part.problem.x.dtype
-    )
+    d_out = torch.randn(part.problem.x.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    d_out = d_out.to(part.problem.x)
     wanted, wanted_gradients = part.expected(d_out, with_shared)
     settings = {"with_shared": with_shared, "layout": layout, "num_chunks": num_chunks}
     out = part.run(**settings)
@@ -107,7 +114,7 @@ def one_bit_pattern_for_any_number_of_chunks(group):
     runs = [check(group, lengths_of(group, 20, 3), 3, 9, 16, 8, num_chunks=n) for n in (1, 2, 3, 64)]
     assert all(torch.equal(runs[0], run) for run in runs)
     if dist.get_world_size(group) == 1:
-        p = Problem(20, 3, 9, 16, 8)
+        p = Rank(group, [20], 3, 9, 16, 8).problem
         alone = tilecrew.moe_forward(p.x, p.topk_ids, p.topk_weights, p.w_gate_up, p.down)
         assert torch.equal(runs[0], alone)
 
@@ -116,7 +123,7 @@ def module(group):
     lengths = lengths_of(group, 7, 0, 3)
     part = Rank(group, lengths, 2, 5, 16, 8)
     p = part.problem
-    layer = tilecrew.ExpertParallelMoE(5, 16, 8, world=group, capacity=8)
+    layer = tilecrew.ExpertParallelMoE(5, 16, 8, world=group, capacity=8, device=p.x.device)
     layer.load_experts(p.gate, p.up, p.down)
     arguments = (p.x[part.tokens], p.topk_ids[part.tokens], p.topk_weights[part.tokens])
     out = layer(*arguments)
@@ -192,6 +199,13 @@ def gradients_that_some_ranks_do_not_need(group):
     if part.rank == 0:
         torch.testing.assert_close(part.leaves["x"].grad.double(), wanted[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(part.leaves["down"].grad.double(), wanted[4], rtol=1e-4, atol=1e-5)
+    # An output of shared experts that is there already is added, and gets the gradient of the sum.
+    shared = torch.randn_like(part.leaves["x"]).requires_grad_()
+    x, weights, gate, up, down, *_ = part.leaves.values()
+    ids, w_gate_up = part.problem.topk_ids[part.tokens], interleave_gate_up(gate, up)
+    summed = tilecrew.moe_forward(x, ids, weights, w_gate_up, down, world=group, shared=shared)
+    torch.testing.assert_close(summed, out + shared)
+    assert torch.equal(torch.autograd.grad(summed, shared, d_out[part.tokens])[0], d_out[part.tokens])
     out = part.run()
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="works once"):
@@ -201,17 +215,36 @@ def gradients_that_some_ranks_do_not_need(group):
 CASES = (values, one_bit_pattern_for_any_number_of_chunks, module, errors, gradients_that_some_ranks_do_not_need)
 
 
-def main(rank, world_size, file, *names):
+def absent_rank(group):
+    """The last rank never calls: the others' wait ends with the group's timeout, as an error."""
+    part = Rank(group, lengths_of(group, 4, 2), 2, 5, 16, 8)
+    if part.rank < dist.get_world_size(group) - 1:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            part.run()
+        assert time.monotonic() - start < 30
+    else:
+        time.sleep(8)
+
+
+def main(rank, world_size, file, backend="gloo"):
     torch.set_num_threads(1)
+    is_absence = backend == "absence"
+    if backend == "nccl":
+        torch.cuda.set_device(int(rank))
     dist.init_process_group(
-        "gloo",
+        "gloo" if is_absence else backend,
         init_method=f"file://{file}",
         rank=int(rank),
         world_size=int(world_size),
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=3 if is_absence else 60),
     )
+    if is_absence:
+        absent_rank(dist.group.WORLD)
+        os._exit(0)  # the group is broken: nothing of it can be closed in order
     for case in CASES:
-        if not names or case.__name__ in names:
+        # Errors are told alike by every backend, and some of them are of values that are on the host.
+        if case is not errors or backend == "gloo":
             case(dist.group.WORLD)
     dist.barrier()
     dist.destroy_process_group()

@@ -58,6 +58,11 @@ def test_ranks_agree_with_the_loop_over_all_experts(world_size, tmp_path):
 
 
 @pytest.mark.slow
+def test_no_rank_waits_for_ever(tmp_path):
+    run_ranks("tests.moe.collective_rank", 2, tmp_path, "absence")
+
+
+@pytest.mark.slow
 def test_a_failing_rank_fails_the_test(tmp_path):
     """A rank whose store cannot be made: what the ranks' own checks rely on to be seen."""
     (tmp_path / "store").mkdir()

@@ -84,6 +84,8 @@ def test_registered_as_torch_wants_it():
     torch.library.opcheck(ops.moe_gather.default, (x, weights, row_routes, token_rows))
     torch.library.opcheck(ops.moe_combine.default, (y, weights, x, row_routes, token_rows))
     torch.library.opcheck(ops.moe_products.default, (x, y, row_routes, token_rows))
+    ids = random_ids(12, 2, 5, kind="some missing").reshape(2, 6, 2)
+    torch.library.opcheck(ops.moe_routing.default, (ids, torch.tensor([6, 3]), 5, 1, 4))
 
 
 @pytest.mark.interpreter

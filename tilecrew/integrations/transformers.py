@@ -1,4 +1,4 @@
-"""Makes the Gated DeltaNet layers of Hugging Face transformers run on tilecrew.
+"""Makes the Gated DeltaNet and mixture-of-experts layers of Hugging Face transformers run on tilecrew.
 
     import tilecrew.integrations.transformers as integration
     integration.enable()        # every model, built before or after
@@ -10,6 +10,8 @@ module*, at every forward. (The names say torch; the decorator on them may alrea
 kernel.) `enable` replaces those globals, so there is nothing to rebuild in a model. It also replaces
 `causal_conv1d_fn`, the short convolution before the delta rule, for packed batches only: the convolution too must not
 look across a sequence boundary.
+
+Mixture-of-experts blocks are the subject of `transformers_experts`; `enable(moe=False)` leaves them alone.
 
 `enable` has no effect on layers whose whole `forward` was replaced by a Hub kernel (`use_kernels=True`).
 """
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 
 import tilecrew
+from tilecrew.integrations import transformers_experts
 
 #: The modeling modules of transformers that have Gated DeltaNet layers; those that the installed version lacks are
 #: skipped.
@@ -66,10 +69,11 @@ RECURRENT_OPTIONS = frozenset(inspect.signature(tilecrew.fused_recurrent_gated_d
 _replaced: dict[ModuleType, dict[str, Any]] = {}
 
 
-def enable() -> list[str]:
+def enable(moe: bool = True) -> list[str]:
     """Makes transformers' Gated DeltaNet layers call tilecrew; returns the names of the patched modules.
 
-    Calling it again changes nothing. Raises ImportError where transformers is missing or older than 5.16.
+    With `moe` also the mixture-of-experts blocks of Qwen3-Next and Qwen3.5-MoE; without, these are transformers' own.
+    Calling it again changes nothing else. Raises ImportError where transformers is missing or older than 5.16.
     """
     modules = _modeling_modules()
     for module in modules:
@@ -82,11 +86,16 @@ def enable() -> list[str]:
             _replaced[module] = {name: getattr(module, name) for name in replacements}
             for name, function in replacements.items():
                 setattr(module, name, function)
+    if moe:
+        transformers_experts.replace()
+    else:
+        transformers_experts.restore()
     return [module.__name__ for module in modules]
 
 
 def disable() -> None:
     """Puts back what `enable` replaced. Does nothing where it is not enabled."""
+    transformers_experts.restore()
     while _replaced:
         module, originals = _replaced.popitem()
         for name, function in originals.items():
@@ -99,14 +108,16 @@ def is_enabled() -> bool:
 
 
 @contextmanager
-def enabled() -> Iterator[list[str]]:
+def enabled(moe: bool = True) -> Iterator[list[str]]:
     """`with enabled():` runs its block with tilecrew and restores the state from before."""
-    was_enabled = is_enabled()
-    names = enable()
+    was_enabled, had_moe = is_enabled(), transformers_experts.is_replaced()
+    names = enable(moe)
     try:
         yield names
     finally:
-        if not was_enabled:
+        if was_enabled:
+            enable(had_moe)
+        else:
             disable()
 
 
@@ -114,9 +125,11 @@ def enabled() -> Iterator[list[str]]:
 def torch_path() -> Iterator[None]:
     """`with torch_path():` runs its block on transformers' pure torch functions, the reference of every comparison.
 
+    Mixture-of-experts blocks are transformers' own then.
+
     `disable()` alone is not that reference: where flash-linear-attention is installed, transformers calls its kernels.
     """
-    was_enabled = is_enabled()
+    was_enabled, had_moe = is_enabled(), transformers_experts.is_replaced()
     disable()
     originals = [(module, name, getattr(module, name)) for module in _modeling_modules() for name in (CHUNK, RECURRENT)]
     try:
@@ -127,7 +140,7 @@ def torch_path() -> Iterator[None]:
         for module, name, function in originals:
             setattr(module, name, function)
         if was_enabled:
-            enable()
+            enable(had_moe)
 
 
 def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:

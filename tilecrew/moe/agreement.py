@@ -63,7 +63,7 @@ def agree(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor],
-    shared: SharedExperts | None,
+    shared: SharedExperts | torch.Tensor | None,
     options: tuple[str, int | None, int],
     group: dist.ProcessGroup,
 ) -> Agreement:
@@ -113,11 +113,12 @@ def _header(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor],
-    shared: SharedExperts | None,
+    shared: SharedExperts | torch.Tensor | None,
     options: tuple[str, int | None, int],
 ) -> Header:
     gate_up_layout, capacity, num_chunks = options
-    inputs = [x, topk_weights, *weights, *(tensor for tensor in shared or () if tensor is not None)]
+    shared_tensors = (shared,) if isinstance(shared, torch.Tensor) else shared or ()
+    inputs = [x, topk_weights, *weights, *(tensor for tensor in shared_tensors if tensor is not None)]
     lowest = highest = -1
     if topk_ids.device.type == "cpu" and topk_ids.numel() > 0:
         lowest, highest = (int(value) for value in torch.aminmax(topk_ids))

@@ -27,7 +27,7 @@ def moe_forward(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     *,
-    shared: SharedExperts | None = None,
+    shared: SharedExperts | torch.Tensor | None = None,
     gate_up_layout: str = "interleaved",
     world: "ProcessGroup | World | None" = None,
     capacity: int | None = None,
@@ -63,7 +63,8 @@ def moe_forward(
         w_gate_up: [L, H, 2 * I] in the dtype of x, I a multiple of 8; contiguous in its last dimension, or in the one
             before. L is E without `world`, else `len(tilecrew.moe.expert_range(rank, E, world_size))`, which may be 0.
         w_down: [L, I, H] in the dtype of x, contiguous likewise.
-        shared: experts that every token goes to, whole on every rank.
+        shared: experts that every token goes to, whole on every rank; or their output [T, H] in the dtype of x, which
+            is then only added.
         gate_up_layout: "interleaved" as `tilecrew.moe.interleave_gate_up` makes it, or "halves": I gate columns, then I
             up columns. The first is faster on Hopper GPUs, where SwiGLU is then part of the first product.
         world: None, a torch.distributed process group, or a tilecrew.parallel.World.
@@ -123,7 +124,7 @@ def moe_forward(
     routing = build_routing(topk_ids[None], num_experts=w_gate_up.shape[0], row_block=1)
     token_rows = routing.combine_indices[:, 1].reshape(topk_ids.shape).contiguous()
     x = x.contiguous()
-    base = None if shared is None else compute_shared(x, shared, gate_up_layout)
+    base = compute_shared(x, shared, gate_up_layout) if isinstance(shared, SharedExperts) else shared
     rows = torch.ops.tilecrew.moe_gather(x, None, routing.row_routes, token_rows)
     y = compute_experts(rows, w_gate_up, w_down, routing.offs, gate_up_layout)
     weights = topk_weights.to(operators.wide_dtype(x.dtype))

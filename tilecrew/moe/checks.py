@@ -15,7 +15,7 @@ def check_layer(
     topk_weights: torch.Tensor,
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
-    shared: SharedExperts | None,
+    shared: SharedExperts | torch.Tensor | None,
     gate_up_layout: str,
 ) -> None:
     """Checks types, shapes, dtypes, devices and strides: all that one rank knows by itself but the values of ids."""
@@ -71,9 +71,14 @@ def check_num_tokens(num_tokens: int, capacity: int | None, rank: int) -> None:
         raise ValueError(f"x of rank {rank} has {num_tokens} tokens, more than its capacity of {capacity}")
 
 
-def _check_shared(shared: SharedExperts, x: torch.Tensor, sizes: Sizes) -> None:
+def _check_shared(shared: SharedExperts | torch.Tensor, x: torch.Tensor, sizes: Sizes) -> None:
+    if isinstance(shared, torch.Tensor):
+        sizes.bind("shared", shared, "T H")
+        require_dtype("shared", shared, (x.dtype,), " (the dtype of x)")
+        require_same_device("shared", shared, "x", x)
+        return
     if not isinstance(shared, SharedExperts):
-        raise TypeError(f"shared must be None or a tilecrew.moe.SharedExperts, got {type(shared).__name__}")
+        raise TypeError(f"shared must be None, SharedExperts or a torch.Tensor, got {type(shared).__name__}")
     sizes.bind("shared.w_gate_up", shared.w_gate_up, "H shared_N")
     if sizes["shared_N"] < 2 * MULTIPLE or sizes["shared_N"] % (2 * MULTIPLE):
         raise ValueError(

@@ -77,7 +77,7 @@ def collective_moe_forward(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     *,
-    shared: SharedExperts | None,
+    shared: SharedExperts | torch.Tensor | None,
     gate_up_layout: str,
     group: dist.ProcessGroup,
     capacity: int | None,
@@ -94,7 +94,9 @@ def collective_moe_forward(
         *_send_order(topk_ids, agreement.num_experts, num_chunks, world_size, routes), group, gate_up_layout, agreement
     )
     weights = topk_weights.to(wide_dtype(x.dtype))
-    return _CollectiveMoE.apply(plan, x.contiguous(), weights, w_gate_up, w_down, *(shared or ()))
+    # Shared experts are computed inside, while rows are under way; an output that is there already is only added.
+    base, tensors = (shared, ()) if isinstance(shared, torch.Tensor) else (None, shared or ())
+    return _CollectiveMoE.apply(plan, x.contiguous(), weights, w_gate_up, w_down, base, *tensors)
 
 
 def _gather_ids(topk_ids: torch.Tensor, num_tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -214,16 +216,18 @@ class _CollectiveMoE(torch.autograd.Function):
         weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
+        base: torch.Tensor | None,
         *shared: torch.Tensor | None,
     ) -> torch.Tensor:
         keeps_graph = plan.agreement.requires_gradient
         send = torch.ops.tilecrew.moe_gather(x, None, plan.send_routes, plan.token_rows)
         arriving = [_Exchange(send[c.sent], c.send_splits, c.recv_splits, plan.group) for c in plan.chunks]
-        base, base_leaves = None, []
+        shared_output, base_leaves = None, []
         if shared:
             base_leaves = [_leaf(tensor, keeps_graph) for tensor in (x, *shared)]
             with torch.set_grad_enabled(keeps_graph):
-                base = compute_shared(base_leaves[0], SharedExperts(*base_leaves[1:]), plan.gate_up_layout)
+                shared_output = compute_shared(base_leaves[0], SharedExperts(*base_leaves[1:]), plan.gate_up_layout)
+            base = shared_output.detach()
         returned = torch.empty_like(send)
         leaving, graphs = [], []
         for chunk, exchange in zip(plan.chunks, arriving, strict=True):
@@ -239,10 +243,9 @@ class _CollectiveMoE(torch.autograd.Function):
             exchange.wait()
         if keeps_graph:
             ctx.save_for_backward(weights, returned)
-            ctx.plan, ctx.graphs, ctx.base, ctx.base_leaves = plan, graphs, base, base_leaves
+            ctx.plan, ctx.graphs, ctx.shared_output, ctx.base_leaves = plan, graphs, shared_output, base_leaves
             ctx.like = (w_gate_up.detach(), w_down.detach())
-        detached = None if base is None else base.detach()
-        return torch.ops.tilecrew.moe_combine(returned, weights, detached, plan.send_routes, plan.token_rows)
+        return torch.ops.tilecrew.moe_combine(returned, weights, base, plan.send_routes, plan.token_rows)
 
     @staticmethod
     @once_differentiable
@@ -256,10 +259,9 @@ class _CollectiveMoE(torch.autograd.Function):
         d_returned = torch.ops.tilecrew.moe_gather(d_out, weights, *tables)
         arriving = [_Exchange(d_returned[c.sent], c.send_splits, c.recv_splits, plan.group) for c in plan.chunks]
         d_weights = torch.ops.tilecrew.moe_products(d_out, returned, *tables)
-        d_base: tuple[torch.Tensor | None, ...] = ()
-        if ctx.base is not None:
-            with torch.enable_grad():
-                d_base = _gradients(ctx.base, ctx.base_leaves, d_out)
+        d_shared: tuple[torch.Tensor | None, ...] = ()
+        if ctx.shared_output is not None:
+            d_shared = _gradients(ctx.shared_output, ctx.base_leaves, d_out)
         d_sent = torch.empty_like(returned)
         d_gate_up, d_down = (torch.empty_like(tensor) for tensor in ctx.like)
         leaving = []
@@ -277,9 +279,10 @@ class _CollectiveMoE(torch.autograd.Function):
         for exchange in leaving:
             exchange.wait()
         if ctx.needs_input_grad[1]:
-            dx = torch.ops.tilecrew.moe_combine(d_sent, None, d_base[0] if d_base else None, *tables)
-        ctx.graphs = ctx.base = ctx.base_leaves = None
-        return None, dx, d_weights, d_gate_up, d_down, *d_base[1:]
+            dx = torch.ops.tilecrew.moe_combine(d_sent, None, d_shared[0] if d_shared else None, *tables)
+        ctx.graphs = ctx.shared_output = ctx.base_leaves = None
+        d_base = d_out if ctx.needs_input_grad[5] else None
+        return None, dx, d_weights, d_gate_up, d_down, d_base, *d_shared[1:]
 
 
 def _send_back(y: torch.Tensor, chunk: Chunk, group: dist.ProcessGroup, out: torch.Tensor) -> _Exchange:

@@ -28,7 +28,7 @@ def expert_parallel_moe_forward(
     w_down: torch.Tensor,
     *,
     num_experts: int | None,
-    shared: SharedExperts | None,
+    shared: SharedExperts | torch.Tensor | None,
     gate_up_layout: str,
     world: World,
     capacity: int | None,
@@ -49,10 +49,9 @@ def expert_parallel_moe_forward(
         _check_experts(w_gate_up, num_experts, world)
         I = w_down.shape[1]
         sizes = MoESizes(capacity, topk_ids.shape[1], num_experts, x.shape[1], I, x.dtype)
-        keeps = torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad
-            for tensor in (x, topk_weights, w_gate_up, w_down, *(shared or ()))
-        )
+        more = shared if isinstance(shared, SharedExperts) else (shared,)
+        inputs = (x, topk_weights, w_gate_up, w_down, *more)
+        keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     except (TypeError, ValueError) as error:
         _tell(world, f"an error: {error}")
         raise
@@ -61,8 +60,9 @@ def expert_parallel_moe_forward(
     workspace = MoEWorkspace.of(world, sizes)
     fusion.follow_caller(world)
     with world.use():
-        base = None if shared is None else compute_shared(x, shared, gate_up_layout)
-        weights = topk_weights.to(wide_dtype(x.dtype))
+        base = compute_shared(x, shared, gate_up_layout) if isinstance(shared, SharedExperts) else shared
+        base = None if base is None else base.contiguous()
+        weights = topk_weights.to(wide_dtype(x.dtype)).contiguous()
         options = (workspace, gate_up_layout, keeps)
         return _ExpertParallelMoE.apply(options, x.contiguous(), topk_ids, weights, w_gate_up, w_down, base)
 

@@ -8,6 +8,8 @@ x, a [T, H], y [P, H], weights [T, K], base [T, H]. row_routes [P] and token_row
 p holds the route row_routes[p] = t * K + k, and token_rows[t, k] = p; -1 where there is none. Each operator takes both,
 because the gradients of the three are the three again: that of a combine is a weighted gather, and so on.
 
+    moe_routing(topk_ids, num_tokens?, num_experts, rank, row_block) -> the five tables of `routing.Routing`
+
 weights and products have the wide dtype of x: float32, or float64 for float64.
 """
 
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 from tilecrew._hardware import hardware_of
+from tilecrew.moe.routing import max_rows, torch_tables
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LIBRARY = torch.library.Library("tilecrew", "FRAGMENT")
@@ -93,6 +96,30 @@ def _products(a: torch.Tensor, y: torch.Tensor, row_routes: torch.Tensor, token_
     return out
 
 
+def _routing(
+    topk_ids: torch.Tensor, num_tokens: torch.Tensor | None, num_experts: int, rank: int, row_block: int
+) -> tuple[torch.Tensor, ...]:
+    if topk_ids.numel() == 0 or hardware_of(topk_ids.device).triton_limit() is not None:
+        return torch_tables(topk_ids, num_tokens, num_experts, rank, row_block)
+    kernel = importlib.import_module("tilecrew.moe.kernel_routing")
+    tables = kernel.Tables(*_routing_fake(topk_ids, num_tokens, num_experts, rank, row_block))
+    ids, counts = _contiguous(topk_ids, num_tokens)
+    with torch.cuda.device(topk_ids.device):
+        kernel.build(ids, counts, num_experts, rank, row_block, tables)
+    return tuple(tables)
+
+
+def _routing_fake(
+    topk_ids: torch.Tensor, num_tokens: torch.Tensor | None, num_experts: int, rank: int, row_block: int
+) -> tuple[torch.Tensor, ...]:
+    world_size, num_own_tokens, top_k = topk_ids.shape
+    # As len(expert_range(...)), which a symbolic number of ranks has not.
+    num_local = num_experts // world_size + int(rank < num_experts % world_size)
+    num_rows = max_rows(topk_ids.numel(), num_local, row_block)
+    shapes = ((num_local,), (num_local,), (num_rows, 2), (num_rows,), (num_own_tokens * top_k, 2))
+    return tuple(topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
 def _kernels() -> Any:
     return importlib.import_module("tilecrew.moe.kernel_rows")
 
@@ -159,6 +186,12 @@ def _products_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor 
 
 LIBRARY.define("moe_gather(Tensor x, Tensor? weights, Tensor row_routes, Tensor token_rows) -> Tensor")
 LIBRARY.define("moe_combine(Tensor y, Tensor? weights, Tensor? base, Tensor row_routes, Tensor token_rows) -> Tensor")
+LIBRARY.define(
+    "moe_routing(Tensor topk_ids, Tensor? num_tokens, int num_experts, int rank, int row_block) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.impl("moe_routing", _routing, "CompositeExplicitAutograd")
+torch.library.register_fake("tilecrew::moe_routing", _routing_fake, lib=LIBRARY)
 LIBRARY.define("moe_products(Tensor a, Tensor y, Tensor row_routes, Tensor token_rows) -> Tensor")
 for _name, _implementation, _fake, _gradients in (
     ("moe_gather", _gather, _gather_fake, _gather_gradients),

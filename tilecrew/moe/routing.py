@@ -77,7 +77,9 @@ def build_routing(
     num_tokens: torch.Tensor | None = None,
     row_block: int = ROW_BLOCK,
 ) -> Routing:
-    """The tables of `rank`, from the ids of all ranks; torch operations only, without host synchronisation.
+    """The tables of `rank`, from the ids of all ranks, without host synchronisation.
+
+    On GPUs three Triton kernels and a sort (`kernel_routing.py`), elsewhere torch operations; the same integers.
 
     Rows are sorted by expert. Inside an expert the ranks follow each other in ring order from the one that computes
     (itself first, then the next), so that ranks do not all pull from the same one; a rank's routes are in the order of
@@ -98,6 +100,15 @@ def build_routing(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or value; the message names it.
     """
     _check(topk_ids, num_experts, rank, num_tokens, row_block)
+    # An operator, so that torch.compile need not look inside; `operators` chooses between kernels and `torch_tables`.
+    tables = torch.ops.tilecrew.moe_routing(topk_ids, num_tokens, num_experts, rank, row_block)
+    return Routing(rank, topk_ids.shape[0], num_experts, row_block, *tables)
+
+
+def torch_tables(
+    topk_ids: torch.Tensor, num_tokens: torch.Tensor | None, num_experts: int, rank: int, row_block: int
+) -> tuple[torch.Tensor, ...]:
+    """The tables in the order of Routing's fields."""
     world_size, capacity, top_k = topk_ids.shape
     per_rank, total = capacity * top_k, topk_ids.numel()
     device = topk_ids.device
@@ -140,16 +151,12 @@ def build_routing(
     row_routes = _routes_of_rows(offs, row_begins[experts], counts[experts], begins[experts], order, row_block)
     is_row = row_routes >= 0
     pulled = torch.stack((row_routes // max(per_rank, 1), row_routes % max(per_rank, 1) // top_k), 1)
-    return Routing(
-        rank=rank,
-        world_size=world_size,
-        num_experts=num_experts,
-        row_block=row_block,
-        offs=offs.to(torch.int32),
-        tokens_per_expert=counts[experts].to(torch.int32),
-        pull_dispatch_indices=torch.where(is_row[:, None], pulled, -1).to(torch.int32),
-        row_routes=row_routes.to(torch.int32),
-        combine_indices=combine_indices.to(torch.int32),
+    return (
+        offs.to(torch.int32),
+        counts[experts].to(torch.int32),
+        torch.where(is_row[:, None], pulled, -1).to(torch.int32),
+        row_routes.to(torch.int32),
+        combine_indices.to(torch.int32),
     )
 
 

@@ -1,6 +1,7 @@
 """What a rank allocates once so that ranks that address each other's memory can exchange tokens, and its flags."""
 
-from typing import NamedTuple
+import importlib
+from typing import Any, NamedTuple
 
 import torch
 
@@ -207,11 +208,9 @@ class MoEWorkspace:
         self._is_loading = False
 
 
-def dispatch_kernels():
+def dispatch_kernels() -> Any:
     """The module of device code, loaded by who launches it."""
-    import tilecrew.moe.kernel_dispatch_gemm as kernels
-
-    return kernels
+    return importlib.import_module("tilecrew.moe.kernel_dispatch_gemm")
 
 
 def check_sizes(world: World, sizes: MoESizes) -> None:
