@@ -200,3 +200,22 @@ def test_calls_that_do_not_fit():
     world.close()
     with pytest.raises(RuntimeError, match="closed"):
         case.run(world, leaves)
+
+
+def test_output_of_shared_experts_is_added():
+    worlds = World.emulated(2, device="cpu")
+    case = Case([6, 9], 2, 5, 16, 8)
+    wanted = case.expected()[0]
+
+    def run(world):
+        p, tokens = case.problem, case.tokens(world.rank)
+        own = case.experts(world.rank)
+        more = torch.randn(p.x[tokens].shape).t().contiguous().t().requires_grad_()
+        options = {"world": world, "capacity": 9, "num_experts": 5, "shared": more}
+        inputs = (p.x[tokens], p.topk_ids[tokens], p.topk_weights[tokens], p.w_gate_up[own], p.down[own])
+        out = tilecrew.moe_forward(*inputs, **options)
+        world_cases.assert_rows_close(out.detach(), wanted[tokens] + more.detach().double(), world_cases.bound_of(case))
+        d_out = torch.randn_like(out)
+        assert torch.equal(torch.autograd.grad(out, more, d_out)[0], d_out)
+
+    on_every_rank(worlds, run)
