@@ -20,7 +20,7 @@ from tilecrew.device.compat import (
     gluon,
     wait_for_copies,
 )
-from tilecrew.device.signal import add_release, fence_proxy_async, load_acquire
+from tilecrew.device.signal import add_release, fence_proxy_async, load_acquire, peer_pointer
 from tilecrew.moe.schedule import MOVER_COLUMNS, MOVER_SLOTS
 
 ROW_BLOCK = gl.constexpr(128)
@@ -51,9 +51,8 @@ def move_rows(slots, tensors):
         exists = index < num_pieces
         rank = gl.load(indices + 2 * row, mask=exists, other=-1)
         token = gl.load(indices + 2 * row + 1, mask=exists, other=-1)
-        address = x.to(gl.int64) + gl.load(offsets + gl.maximum(rank, 0))
-        source = gl.multiple_of(address.to(x.dtype), 16)
-        source = gl.multiple_of(source + (gl.maximum(token, 0).to(gl.int64) * num_columns + first), 16)
+        offset = gl.maximum(token, 0).to(gl.int64) * num_columns + first
+        source = gl.multiple_of(peer_pointer(x, offsets, gl.maximum(rank, 0)) + offset, 16)
         column = gl.arange(0, COLUMNS, layout)
         mask = (column // 8 < (num_columns - first) // 8) & (rank >= 0) & is_well
         async_copy_to_shared(slots.index(index % SLOTS), source + column, mask=mask, cache_modifier=".cg")
