@@ -13,6 +13,8 @@ if not dist.is_available():
 from tilecrew.moe.workspace import MoESizes, MoEWorkspace
 from tilecrew.parallel import WaitError, World, on_every_rank, run_processes
 
+# Blocks of all ranks must be resident at once: no two tests with emulated ranks at the same time.
+pytestmark = pytest.mark.xdist_group("emulated ranks")
 BF16 = torch.bfloat16
 NAMES = [name for name, case in world_cases.cases(1).items() if not case.shared]
 

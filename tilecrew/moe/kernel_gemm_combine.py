@@ -62,7 +62,7 @@ def combine_kernel(
     expected = tl.load(epoch)
     is_well = expected == expected
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
-        first = token.to(tl.int64) * TOP_K
+        first = tl.cast(token, tl.int64) * TOP_K
         for route in range(first, first + TOP_K):
             writer = tl.load(indices + 2 * route)
             if writer >= 0:
@@ -70,7 +70,7 @@ def combine_kernel(
                 flag = slots + block * size + writer
                 is_well &= wait_for_rank(flag, expected, block, writer, control, control_offsets, rank, size, timeout)
         tl.debug_barrier()
-        target = token.to(tl.int64) * num_columns
+        target = tl.cast(token, tl.int64) * num_columns
         for begin in range(0, num_columns, COLUMNS):
             column = begin + tl.arange(0, COLUMNS)
             exists = column // 8 < num_columns // 8
