@@ -168,7 +168,8 @@ def _activate(gate_up: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def load(workspace: MoEWorkspace) -> None:
-    """Runs everything once on a token without routes: nothing of it waits while the workspace is loading."""
+    """Runs everything on tokens without routes, as many as a call may have and a single one, for which torch has other
+    kernels: nothing of it waits while the workspace is loading."""
     sizes, device = workspace.sizes, workspace.world.device
     L, H, I = len(workspace.experts), sizes.hidden_size, sizes.intermediate_size
 
@@ -177,14 +178,18 @@ def load(workspace: MoEWorkspace) -> None:
         values = torch.zeros(num_inner + L, num_columns, dtype=sizes.dtype, device=device)
         return values.as_strided((L, num_inner, num_columns), (num_columns, num_columns, 1))
 
-    x = torch.zeros(1, H, dtype=sizes.dtype, device=device)
     w_gate_up, w_down = matrices(H, 2 * I), matrices(I, H)
     for transposed in (False, True):
         if transposed:  # contiguous in the dimension before the last
             w_gate_up, w_down = (matrices(w.shape[2], w.shape[1]).transpose(1, 2) for w in (w_gate_up, w_down))
-        for ids_dtype, weights_dtype in ((torch.int64, torch.float32), (torch.int32, sizes.dtype)):
-            ids = torch.full((1, sizes.top_k), -1, dtype=ids_dtype, device=device)
-            weights = torch.zeros(1, sizes.top_k, dtype=weights_dtype, device=device).to(torch.float32)
+        for num_tokens, ids_dtype, weights_dtype in (
+            (sizes.capacity, torch.int64, torch.float32),
+            (1, torch.int32, sizes.dtype),
+        ):
+            x = torch.zeros(num_tokens, H, dtype=sizes.dtype, device=device)
+            routes = (num_tokens, sizes.top_k)
+            ids = torch.full(routes, -1, dtype=ids_dtype, device=device)
+            weights = torch.zeros(routes, dtype=weights_dtype, device=device).to(torch.float32)
             for layout in GATE_UP_LAYOUTS:
                 for keeps in (False, True):
                     for base in (None, x):

@@ -67,12 +67,12 @@ def dispatch_gemm(
     if workspace.dispatch == "warps":
         launch_gemm_with_movers(workspace, routing, rows, w, out, gate, epilogue)
         return
-    stream = torch.cuda.current_stream()
-    workspace.side.wait_stream(stream)
-    with torch.cuda.stream(workspace.side):
+    stream, side = torch.cuda.current_stream(), workspace.world.side_stream
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
         launch_dispatch(workspace, routing, rows)
     launch_gemm(workspace, rows, w, routing, out, gate, epilogue)
-    stream.wait_stream(workspace.side)
+    stream.wait_stream(side)
 
 
 def gemm_combine(
@@ -94,13 +94,13 @@ def gemm_combine(
         if rows.shape[0] > 0:
             operators.run(rows, w, routing.offs, results, None, None, NotifySources(workspace))
         return _combine_on_cpu(workspace, routing, weights, base, out)
-    stream = torch.cuda.current_stream()
-    workspace.side.wait_stream(stream)
-    with torch.cuda.stream(workspace.side):
+    stream, side = torch.cuda.current_stream(), workspace.world.side_stream
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
         launch_combine(workspace, routing, weights, base, out)
     if rows.shape[0] > 0:
         launch_gemm(workspace, rows, w, routing, results, None, NotifySources(workspace))
-    stream.wait_stream(workspace.side)
+    stream.wait_stream(side)
     return out
 
 

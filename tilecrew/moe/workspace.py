@@ -102,18 +102,11 @@ class MoEWorkspace:
             self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
             self._all_ids = torch.full((world.size, *routes), -1, dtype=torch.int32, device=device)
             self._all_weights = torch.zeros((world.size, *routes), dtype=wide, device=device)
-            self._side = torch.cuda.Stream(device) if self.is_gpu else None
         self._is_loading = False
         if self.is_gpu:
             self._load()
         world.workspaces[sizes] = self
         world.quiesce()
-
-    @property
-    def side(self) -> torch.cuda.Stream:
-        """The stream of communication blocks, on a GPU."""
-        assert self._side is not None
-        return self._side
 
     @classmethod
     def of(cls, world: World, sizes: MoESizes) -> "MoEWorkspace":
@@ -195,15 +188,18 @@ class MoEWorkspace:
             length,
             BLOCK=1024,
         )
+        if self._is_loading:
+            self._all_ids.fill_(-1)  # what peers have there now is nobody's route
 
     def _load(self) -> None:
-        """One token without routes goes forward and backward, for each dtype of ids and weights and both layouts, so
-        that CUDA has loaded every kernel before one waits: nobody is told, nothing waited for."""
+        """Tokens without routes go forward and backward, for each dtype of ids and weights and both layouts, so that
+        CUDA has loaded every kernel before one waits: nobody is told, nothing waited for. Epochs begin behind it."""
         from tilecrew.moe.expert_parallel import load
 
         self._is_loading = True
         with self.world.use():
             load(self)
+            self.epoch.fill_(as_int32(self.world.first_epoch))
         torch.cuda.synchronize(self.world.device)
         self._is_loading = False
 

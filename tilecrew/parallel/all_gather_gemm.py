@@ -79,11 +79,12 @@ class AllGatherGemm:
             self.shards.local.copy_(x)
             self.world.barrier()
             stream = torch.cuda.current_stream()
-            self._side.wait_stream(stream)
-            with torch.cuda.stream(self._side):
+            side = self.world.side_stream
+            side.wait_stream(stream)
+            with torch.cuda.stream(side):
                 self._pull(self.world.control.local, self.world.size)
             self._multiply(out)
-            stream.wait_stream(self._side)
+            stream.wait_stream(side)
         return out
 
     def destroy(self) -> None:
@@ -94,14 +95,15 @@ class AllGatherGemm:
 
     def _make_gpu_parts(self, total: int) -> None:
         device = self.world.device
-        self._side = torch.cuda.Stream(device)
         self._offs = torch.full((1,), total, dtype=torch.int32, device=device)
         self._counters = torch.zeros(-(-total // fusion.ROW_BLOCK), dtype=torch.int32, device=device)
         # Launches that load the kernels: nothing to pull, and nothing to wait for.
         out = self.w.new_empty(total, self.w.shape[1])
         self._counters.zero_()
         self.shards.local.copy_(torch.zeros_like(self.shards.local))
-        with torch.cuda.stream(self._side):
+        side = self.world.side_stream
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             self._pull(fusion.scratch_control(self.world), 0)
         self._counters.fill_(fusion.ROW_BLOCK)
         self._multiply(out)

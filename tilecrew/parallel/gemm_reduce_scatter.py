@@ -84,7 +84,6 @@ class GemmReduceScatter:
             self._epilogue = NotifyOwners(arrivals, self._epoch, self._signals, num_rows)
             self._schedule = self._pick(total)
             if self._is_gpu:
-                self._side = torch.cuda.Stream(world.device)
                 self._load()
         self.is_fused = self._schedule is not None
         world.quiesce()
@@ -110,11 +109,12 @@ class GemmReduceScatter:
                 self._notify(world.size)
                 self._reduce(out, world.control.local, world.size)
             else:
-                self._side.wait_stream(stream)
-                with torch.cuda.stream(self._side):
+                side = world.side_stream
+                side.wait_stream(stream)
+                with torch.cuda.stream(side):
                     self._reduce(out, world.control.local, world.size)
                 self._multiply(x)
-                stream.wait_stream(self._side)
+                stream.wait_stream(side)
         return out
 
     def destroy(self) -> None:

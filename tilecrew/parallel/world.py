@@ -26,6 +26,8 @@ from tilecrew.parallel.tensor import ParallelTensor
 LONGEST_TIMEOUT = 3600.0
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 STREAMS_OF_A_RANK = 2
+# torch has so many streams of a device, and hands them out in turn, again and again.
+STREAMS_OF_TORCH = 32
 
 
 class World:
@@ -36,6 +38,7 @@ class World:
     stream            the rank's own CUDA stream in an emulated world, else None: the current stream
     num_sms           multiprocessors this rank may fill: those of its GPU, shared by emulated ranks; 0 on the CPU
     timeout_seconds   longest wait for another rank; what takes longer ends in WaitError on every rank
+    side_stream       on a GPU, the stream of communication blocks beside the current one
 
     Methods that are called collective are called by every rank, in one order. A World is a context manager that closes
     itself; after an exception it does not wait for the others.
@@ -48,10 +51,15 @@ class World:
         device: torch.device,
         timeout_seconds: float,
         first_epoch: int,
-        stream: Any = None,
+        streams: tuple[Any, Any] | None = None,
     ) -> None:
         self.provider, self.rank, self.size, self.device = provider, rank, provider.size, device
-        self.timeout_seconds, self.stream, self.first_epoch = timeout_seconds, stream, first_epoch
+        self.timeout_seconds, self.first_epoch = timeout_seconds, first_epoch
+        self.stream, self._sides = None, []
+        if streams is not None:
+            self.stream, self._sides = streams[0], [streams[1]]
+        elif device.type == "cuda":
+            self._sides = distinct_streams(device, 2)
         num_sharing = self.size if isinstance(provider, Emulated) else 1
         self.num_sms = hardware_of(device).num_sms // num_sharing
         #: What operators keep with this world, by their sizes.
@@ -129,9 +137,12 @@ class World:
             place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
             if hardware_of(place).num_sms < size:
                 raise ValueError(f"size must be at most the multiprocessors of {place}, got {size}")
-        streams = [torch.cuda.Stream(place) if place.type == "cuda" else None for _ in range(size)]
+        pairs: list[tuple[Any, Any] | None] = [None] * size
+        if place.type == "cuda":
+            streams = distinct_streams(place, STREAMS_OF_A_RANK * size)
+            pairs = list(zip(streams[:size], streams[size:], strict=True))
         provider = Emulated(size, place)
-        return tuple(cls(provider, rank, place, timeout_seconds, first_epoch, streams[rank]) for rank in range(size))
+        return tuple(cls(provider, rank, place, timeout_seconds, first_epoch, pairs[rank]) for rank in range(size))
 
     def allocate(
         self, signature: str, num_bytes: int, initialize: Callable[[torch.Tensor], None]
@@ -157,6 +168,16 @@ class World:
                 if self.stream is not None:
                     stack.enter_context(torch.cuda.stream(self.stream))
             yield
+
+    @property
+    def side_stream(self) -> Any:
+        """A stream that is not the current one, and in an emulated world no stream of any other rank.
+
+        What waits on it may be waited for by what is launched on the current stream later: on one stream with it, or
+        with another rank, it would wait for what is behind itself.
+        """
+        current = torch.cuda.current_stream(self.device)
+        return next(stream for stream in self._sides if stream != current)
 
     def barrier(self) -> None:
         """Collective: what every rank wrote before is visible to all behind it. On a GPU it is a kernel on the rank's
@@ -225,7 +246,7 @@ def on_every_rank(worlds: tuple[World, ...], function: Callable[..., Any], *argu
     On the CPU ranks are threads, because they wait for each other; on a GPU kernels wait, and one thread launches for
     one rank after the other. There the function must not wait for the device, nor make worlds, tensors or operators,
     behind a barrier, a wait or an operator's call: what these wait for is launched for the next rank.
-    The first error is raised when all have ended.
+    Ranks' streams go on behind what the caller's stream has been given. The first error is raised when all have ended.
     """
 
     def call(world: World) -> Any:
@@ -233,10 +254,31 @@ def on_every_rank(worlds: tuple[World, ...], function: Callable[..., Any], *argu
             return function(world, *arguments)
 
     if worlds[0].device.type == "cuda":
+        caller = torch.cuda.current_stream(worlds[0].device)
+        for world in worlds:
+            if world.stream is not None and world.stream != caller:
+                world.stream.wait_stream(caller)
         return [call(world) for world in worlds]
     with ThreadPoolExecutor(len(worlds)) as threads:
         futures = [threads.submit(call, world) for world in worlds]
     return [future.result() for future in futures]
+
+
+def distinct_streams(device: torch.device, number: int) -> list[Any]:
+    """That many different streams of torch. Raises ValueError where it has less."""
+    if number > STREAMS_OF_TORCH:
+        raise ValueError(
+            f"size must be at most {STREAMS_OF_TORCH // STREAMS_OF_A_RANK} emulated ranks on a GPU: torch has "
+            f"{STREAMS_OF_TORCH} streams of a device, a rank has {STREAMS_OF_A_RANK}"
+        )
+    found: list[Any] = []
+    for _ in range(2 * STREAMS_OF_TORCH):  # others may draw between
+        stream = torch.cuda.Stream(device)
+        if stream not in found:
+            found.append(stream)
+        if len(found) == number:
+            return found
+    raise RuntimeError(f"torch gives only {len(found)} different streams of {device}, {number} are needed")
 
 
 def check_num_comm_blocks(num_comm_blocks: int, num_resident: int) -> None:
