@@ -8,8 +8,11 @@ import torch
 
 import tilecrew
 from tests.moe.world_cases import assert_rows_close, bound_of
-from tilecrew.moe import interleave_gate_up
+from tilecrew.moe import fused, interleave_gate_up
+from tilecrew.moe.experts import SWIGLU
 from tilecrew.moe.workspace import MoEWorkspace
+
+TIMEOUT_SECONDS = 5.0  # of waits in worlds of tests
 
 
 class Inputs:
@@ -54,7 +57,8 @@ def prepare(world, case, dispatch=None):
     if case.sizes not in world.workspaces:
         MoEWorkspace(world, case.sizes, dispatch=dispatch)
     inputs = Inputs(case, world.rank)
-    torch.cuda.synchronize()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
     return inputs
 
 
@@ -73,6 +77,35 @@ def forward_with_gradients(world, inputs):
 def backward(world, inputs, outs):
     own = inputs[world.rank]
     return torch.autograd.grad(outs[world.rank], own.leaves, own.d_out)
+
+
+def steps(worlds, case, inputs):
+    """A call without gradients in steps that each rank does before any does the next, name -> function(world); the
+    last gives the result. What follows a step's waits for other ranks is complete when the next one starts, so only
+    the barriers and the combine wait."""
+    kept = {}
+
+    def share(world):
+        own, workspace = inputs[world.rank], world.workspaces[case.sizes]
+        kept[world.rank] = workspace, own, workspace.share_tokens(own.x, own.ids, own.weights).routing
+
+    def dispatch(world):
+        workspace, own, routing = kept[world.rank]
+        rows = own.x.new_empty(workspace.num_rows, own.x.shape[1])
+        hidden = own.x.new_empty(workspace.num_rows, own.w_down.shape[1])
+        fused.dispatch_gemm(workspace, routing, own.w_gate_up, SWIGLU, rows, hidden)
+        kept[world.rank] = workspace, own, routing, hidden
+
+    def combine(world):
+        workspace, own, routing, hidden = kept[world.rank]
+        return fused.gemm_combine(workspace, routing, hidden, own.w_down, own.weights, None, own.x.shape[0])
+
+    return {
+        "barrier": type(worlds[0]).barrier,
+        "share tokens, tables": share,
+        "dispatch and first GEMM": dispatch,
+        "second GEMM and combine": combine,
+    }
 
 
 def check_forward(case, outs, wanted):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tilecrew
-from tests.moe import world_cases
+from tests.moe import gpu_ranks, world_cases
 from tests.moe.world_cases import Case
 from tilecrew.moe.workspace import MoESizes, MoEWorkspace
 
@@ -219,3 +219,14 @@ def test_output_of_shared_experts_is_added():
         assert torch.equal(torch.autograd.grad(out, more, d_out)[0], d_out)
 
     on_every_rank(worlds, run)
+
+
+def test_steps_of_a_call_are_the_call():
+    """What GPU tests do step by step."""
+    case = Case([17, 33], 2, 5, 64, 32)
+    worlds = World.emulated(2, device="cpu")
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case)
+    wanted = on_every_rank(worlds, gpu_ranks.forward, inputs)
+    for step in gpu_ranks.steps(worlds, case, inputs).values():
+        found = on_every_rank(worlds, step)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

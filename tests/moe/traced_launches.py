@@ -1,5 +1,6 @@
-"""The GPU path of the expert-parallel layer on the CPU: the host does everything as for an H200, and what it launches is
-recorded instead of run. Tables are those of torch, from the ids of all ranks; what else kernels would compute stays undefined.
+"""The GPU path of the expert-parallel layer on the CPU: the host does everything as for an H200, and what it launches
+is recorded instead of run. Tables are those of torch, from the ids of all ranks; all else that kernels would compute
+stays undefined.
 
 `Recorder.drain` then plays the streams: kernels run in the order of their streams, those that wait for other ranks or
 other streams end when these have come as far, and what never ends is a deadlock.

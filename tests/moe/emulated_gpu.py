@@ -1,20 +1,25 @@
-"""The expert-parallel layer on a GPU: emulated ranks with streams of their own, and processes with a GPU each."""
+"""The expert-parallel layer by emulated ranks on one GPU, each with streams of its own.
+
+Run by test_gpu.py, in a process with enough hardware queues. By hand:
+
+    CUDA_DEVICE_MAX_CONNECTIONS=32 PYTHONPATH=. python -m pytest -v -x --capture=sys tests/moe/emulated_gpu.py
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tilecrew
+from tests import watchdog
 from tests.moe import gpu_ranks, world_cases
 from tests.moe.world_cases import Case
 
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 from tilecrew.moe.workspace import MoESizes, MoEWorkspace
-from tilecrew.parallel import WaitError, World, on_every_rank, run_processes
+from tilecrew.parallel import WaitError, World, on_every_rank
 
-# Blocks of all ranks must be resident at once: no two tests with emulated ranks at the same time.
-pytestmark = pytest.mark.xdist_group("emulated ranks")
+pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 NAMES = [name for name, case in world_cases.cases(1).items() if not case.shared]
 
@@ -22,7 +27,7 @@ NAMES = [name for name, case in world_cases.cases(1).items() if not case.shared]
 def emulate(size, **options):
     if torch.cuda.get_device_capability()[0] not in (9, 12):
         pytest.skip("needs compute capability 9.0 or 12.x")
-    return World.emulated(size, device="cuda", **options)
+    return World.emulated(size, device="cuda", **{"timeout_seconds": gpu_ranks.TIMEOUT_SECONDS, **options})
 
 
 def synchronize(worlds):
@@ -42,6 +47,11 @@ def check(worlds, case, dispatch=None, turns=2):
     """Values and gradients of all ranks; the same bits every time."""
     wanted = case.expected()
     inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    with watchdog.watch(worlds, "a call of all ranks"):
+        compare(worlds, case, inputs, wanted, turns)
+
+
+def compare(worlds, case, inputs, wanted, turns):
     first = None
     for _ in range(turns):
         outs = on_every_rank(worlds, gpu_ranks.forward, inputs)
@@ -62,24 +72,47 @@ def check(worlds, case, dispatch=None, turns=2):
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
+def test_steps_of_a_call(dispatch):
+    """One after the other: each waits for all ranks before the next begins, so that a hang has a name."""
+    worlds = emulate(2)
+    case = world_cases.cases(2, BF16, "cuda")["uniform"]
+    wanted = case.expected()
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    for name, step in gpu_ranks.steps(worlds, case, inputs).items():
+        with watchdog.watch(worlds, f"step {name!r}"):
+            found = on_every_rank(worlds, step)
+            synchronize(worlds)
+    gpu_ranks.check_forward(case, found, wanted)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_matrix(size, dispatch):
+@pytest.mark.parametrize("name", NAMES)
+def test_matrix(size, name, dispatch):
     """Epochs pass 2^32 on the way."""
-    worlds = emulate(size, first_epoch=2**32 - 4)
-    cases = world_cases.cases(size, BF16, "cuda")
-    for name in NAMES:
-        try:
-            check(worlds, cases[name], dispatch)
-        except Exception as error:
-            raise AssertionError(f"{name}: {error}") from error
-        for world in worlds:
-            world.workspaces.clear()
+    check(emulate(size, first_epoch=2**32 - 4), world_cases.cases(size, BF16, "cuda")[name], dispatch)
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
+def test_many_workspaces(dispatch):
+    """More than torch has streams: side streams that were drawn for each would be those of the ranks."""
+    worlds = emulate(2)
+    for capacity in range(1, 41):
+        case = Case([capacity, 3 if capacity > 2 else 1], 2, 4, 64, 32, dtype=BF16, device="cuda")
+        inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+        with watchdog.watch(worlds, f"a call of workspace {capacity}"):
+            on_every_rank(worlds, gpu_ranks.forward, inputs)
+            synchronize(worlds)
+
+
+def test_the_host_never_waits(dispatch, sync_is_an_error):
+    (world,) = worlds = emulate(1)
+    case = Case([40], 2, 5, 136, 64, dtype=BF16, device="cuda")
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    with world.use(), sync_is_an_error():
+        outs = [gpu_ranks.forward_with_gradients(world, inputs)]
+        gpu_ranks.backward(world, inputs, outs)
+    synchronize(worlds)
+
+
 @pytest.mark.parametrize(("size", "hidden", "intermediate"), [(2, 2048, 768), (4, 2880, 128), (8, 7168, 256)])
 def test_large(size, hidden, intermediate):
     worlds = emulate(size)
@@ -88,13 +121,11 @@ def test_large(size, hidden, intermediate):
     )
 
 
-@pytest.mark.gpu
 def test_float16():
     worlds = emulate(2)
     check(worlds, Case([40, 130], 2, 5, 136, 64, dtype=torch.float16, device="cuda", kind="some missing"))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_are_late_change_nothing(size, dispatch):
     worlds = emulate(size)
@@ -115,7 +146,6 @@ def test_ranks_that_are_late_change_nothing(size, dispatch):
         assert all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
 
 
-@pytest.mark.gpu
 def test_many_calls_without_waiting_for_the_device():
     worlds = emulate(2)
     case = Case([70, 33], 2, 4, 136, 64, dtype=BF16, device="cuda")
@@ -127,7 +157,6 @@ def test_many_calls_without_waiting_for_the_device():
     assert all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
     worlds = emulate(size, first_epoch=2**32 - 8)
@@ -139,11 +168,11 @@ def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
     others = [[gpu_ranks.Inputs(problem, rank) for rank in range(size)] for problem in problems]
     on_every_rank(worlds, gpu_ranks.forward, inputs)
     synchronize(worlds)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = on_every_rank(worlds, gpu_ranks.forward, inputs)
-        for world in worlds:
-            torch.cuda.current_stream().wait_stream(world.stream)
+    graphs, outs = [], []
+    for world in worlds:  # one graph each: branches of one graph need not run at the same time
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=world.stream):
+            outs.append(gpu_ranks.forward(world, inputs))
     for problem, parts in zip(problems, others, strict=True):
         wanted = on_every_rank(worlds, gpu_ranks.forward, parts)
         synchronize(worlds)
@@ -155,13 +184,13 @@ def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
             own.w_down.copy_(part.w_down)
             out.fill_(float("nan"))
         torch.cuda.synchronize()
-        graph.replay()
-        synchronize(worlds)
+        with watchdog.watch(worlds, "a replay"):
+            on_every_rank(worlds, lambda world: graphs[world.rank].replay())
+            synchronize(worlds)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
         gpu_ranks.check_forward(problem, outs, problem.expected())
 
 
-@pytest.mark.gpu
 def test_a_rank_that_stalls_ends_in_an_error_on_all():
     worlds = emulate(2, timeout_seconds=2.0)
     case = Case([40, 40], 2, 4, 136, 64, place="remote", dtype=BF16, device="cuda")
@@ -189,7 +218,6 @@ def test_a_rank_that_stalls_ends_in_an_error_on_all():
     assert out.isnan().any()
 
 
-@pytest.mark.gpu
 def test_errors():
     worlds = emulate(2)
     case = Case([5, 5], 2, 4, 136, 64, dtype=BF16, device="cuda")
@@ -207,51 +235,3 @@ def test_errors():
     for number in (0, worlds[0].num_sms):
         with pytest.raises(ValueError, match="num_comm_blocks must be at least 1 and less than"):
             MoEWorkspace(worlds[0], case.sizes, num_comm_blocks=number)
-
-
-def processes_check(world):
-    for name, case in world_cases.cases(world.size, BF16, world.device).items():
-        if case.shared:
-            continue
-        wanted = case.expected()
-        inputs = {world.rank: gpu_ranks.prepare(world, case)}
-        first = None
-        for _ in range(5):
-            out = gpu_ranks.forward(world, inputs)
-            world.synchronize()
-            world_cases.check_forward(case, world.rank, out, wanted)
-            first = out if first is None else first
-            assert torch.equal(out, first), name
-        outs = {world.rank: gpu_ranks.forward_with_gradients(world, inputs)}
-        gradients = gpu_ranks.backward(world, inputs, outs)
-        world.synchronize()
-        gpu_ranks.check_gradients(case, world.rank, gradients, wanted)
-    return True
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.slow
-def test_two_processes():
-    assert run_processes(processes_check, 2, device="cuda") == [True, True]
-
-
-def processes_graph(world):
-    case = Case([60] * world.size, 4, 9, 264, 64, dtype=BF16, device=world.device)
-    inputs = {world.rank: gpu_ranks.prepare(world, case)}
-    wanted = gpu_ranks.forward(world, inputs)
-    world.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = gpu_ranks.forward(world, inputs)
-    for _ in range(20):
-        out.fill_(float("nan"))
-        graph.replay()
-        world.synchronize()
-        assert torch.equal(out, wanted)
-    return True
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.slow
-def test_graphs_of_two_processes():
-    assert run_processes(processes_graph, 2, device="cuda") == [True, True]
