@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.parallel import cases
-from tilecrew.parallel import ProcessesError, run_processes
+from tilecrew.parallel import ProcessesError, memory, run_processes
 
 NEAR_WRAP = 2**32 - 4
 BF16 = torch.bfloat16
@@ -94,3 +94,15 @@ def test_processes_that_do_not_end_are_killed():
 def test_bad_arguments(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         run_processes(never_ends, *arguments, **options)
+
+
+def test_hosts_of_gpus_wait_for_the_compilers_of_others(monkeypatch):
+    """On a GPU timeout_seconds is of kernels that wait for kernels; on the CPU hosts do all waiting themselves."""
+    timeouts = []
+    monkeypatch.setattr(memory.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(memory.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(memory.dist, "new_group", lambda ranks, timeout, **options: timeouts.append(timeout))
+    memory.SymmetricMemory("group", 2.0, torch.device("cuda", 0))
+    memory.SymmetricMemory("group", 3600.0, torch.device("cuda", 0))
+    memory.SharedMemory("group", 2.0)
+    assert [timeout.total_seconds() for timeout in timeouts] == [memory.LONGEST_COMPILING, 3600.0, 2.0]

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 ALIGNMENT = 256  # bytes; every part begins at a multiple
+# Hosts of GPUs meet behind compiling, which may take one rank minutes longer than another: no wait between kernels.
+LONGEST_COMPILING = 900.0
 
 Initialize = Callable[[torch.Tensor], None]  # of a part, uint8
 
@@ -125,7 +127,7 @@ class SymmetricMemory(Processes):
     """One GPU a process, on one host: torch's symmetric memory. Multicast and torch's own signal pads are not used."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_seconds: float, device: torch.device) -> None:
-        super().__init__(group, timeout_seconds)
+        super().__init__(group, max(timeout_seconds, LONGEST_COMPILING))
         self.device = device
 
     def allocate(self, rank: int, signature: str, num_bytes: int, initialize: Initialize) -> list[torch.Tensor]:

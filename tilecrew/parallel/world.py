@@ -92,7 +92,8 @@ class World:
             device: "cuda" (the current device, or one by its number): the memory of ranks is torch's symmetric memory,
                 all GPUs are in one host and reach each other. "cpu": memory that the processes of one host share. None:
                 "cuda" where there is one.
-            timeout_seconds: longest wait for another rank, above 0 and at most 3600.
+            timeout_seconds: longest wait for another rank, above 0 and at most 3600. On GPUs hosts that make something
+                together have 15 minutes, because one may compile what the others need not.
             first_epoch: where epochs begin; tests begin near 2^32.
 
         Raises ValueError for a bad argument, and on every rank where ranks differ in them or share a GPU.
