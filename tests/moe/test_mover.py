@@ -54,12 +54,14 @@ def simulated_words(monkeypatch):
     monkeypatch.setattr(crew_mover, "wait_for_copies", nothing_to_wait_for)
 
 
-def launch_of(size, num_columns, num_programs, mover=crew_mover.move_rows):
-    """A launch of rank size - 1, its tables, and the tensors that it reads and writes."""
+def launch_of(size, num_columns, num_programs, mover=crew_mover.move_rows, rank=None, tokens=None):
+    """A launch of rank size - 1, or of `rank`, its tables, and the tensors that it reads and writes. tokens: of all
+    ranks."""
+    rank = size - 1 if rank is None else rank
     num_experts, num_tokens = 2 * size, 20
     ids = random_ids(size * num_tokens, 2, num_experts, kind="some missing").view(size, num_tokens, 2)
-    routing = build_routing(ids, num_experts=num_experts, rank=size - 1)
-    tokens = torch.randn(size, num_tokens, num_columns).to(torch.bfloat16)
+    routing = build_routing(ids, num_experts=num_experts, rank=rank)
+    tokens = torch.randn(size, num_tokens, num_columns).to(torch.bfloat16) if tokens is None else tokens
     offsets = torch.arange(size) * num_tokens * num_columns * 2
     num_rows = routing.pull_dispatch_indices.shape[0]
     rows = torch.full((num_rows, num_columns), float("nan"), dtype=torch.bfloat16)
@@ -100,6 +102,27 @@ def test_rows_arrive_while_others_multiply(size, num_columns, num_programs, simu
         assert counters.tolist() == [128] * (end // 128) + [0] * (len(counters) - end // 128)
         assert_close(out[:end], expected(wanted, w, routing.offs), routing.offs)
         assert out[end:].isnan().all()
+
+
+@pytest.mark.slow
+def test_two_ranks_at_once(simulated_words):
+    """Each with several blocks, which wait for each other's movers."""
+    tokens = torch.randn(2, 20, 72).to(torch.bfloat16)
+    found = [launch_of(2, 72, 2, rank=rank, tokens=tokens) for rank in range(2)]
+    launches = [parts[0] for parts in found]
+    programs = [run.compile_program(launch) for launch in launches]
+    for seed in range(2):
+        for _, _, _, rows, counters, _, _, out in found:
+            rows.fill_(float("nan"))
+            out.fill_(float("nan"))
+            counters.zero_()
+        run.simulate(launches, seed, programs, 2)
+        for _, routing, _, rows, _, _, w, out in found:
+            end = int(routing.offs[-1])
+            source, token = routing.pull_dispatch_indices[:end].long().unbind(1)
+            wanted = torch.where((source >= 0)[:, None], tokens[source.clamp_min(0), token.clamp_min(0)], 0)
+            assert torch.equal(rows[:end], wanted)
+            assert_close(out[:end], expected(wanted, w, routing.offs), routing.offs)
 
 
 @pytest.mark.slow
