@@ -96,7 +96,7 @@ def sync_is_an_error() -> Callable[[], contextlib.AbstractContextManager[None]]:
     def context() -> Iterator[None]:
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+            warnings.filterwarnings("ignore", ".*prototype feature", UserWarning)
             try:
                 torch.cuda.set_sync_debug_mode("error")
                 yield
