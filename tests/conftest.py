@@ -1,8 +1,10 @@
 """What every test gets: skips that say what is missing, a seed, NaN in uninitialised GPU memory; and the GPU record."""
 
+import contextlib
 import os
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -84,3 +86,21 @@ def _filled_with_nan(allocate):
         return tensor
 
     return allocate_nan
+
+
+@pytest.fixture
+def sync_is_an_error() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context in which torch raises where the host would wait for the GPU; the mode before it is always restored."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*prototype feature", UserWarning)
+            try:
+                torch.cuda.set_sync_debug_mode("error")
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+    return context

@@ -1,5 +1,7 @@
 """Mixture of experts on a GPU: tables, the kernels that move rows, the layer, graphs, and ranks over NCCL."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from tests.moe.problems import BOUNDS, Problem, assert_rows_close, random_ids, t
 from tests.moe.test_api import arguments, expected
 from tests.moe.test_collective import run_ranks
 from tests.moe.test_routing import assert_same
+from tests.own_process import run_emulated
 from tilecrew.moe import build_routing, operators, reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -193,18 +196,14 @@ def test_graph_of_the_tables_replays_with_other_counts():
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
-def test_nothing_waits_for_the_device():
+def test_nothing_waits_for_the_device(sync_is_an_error):
     problem = Problem(64, 4, 8, 264, 136, dtype=BF16, device="cuda")
     inputs, options = arguments(problem, with_shared=True)
     for leaf in (problem.x, inputs[3], inputs[4]):
         leaf.requires_grad_()
     tilecrew.moe_forward(*inputs, **options).sum().backward()  # compiles
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with sync_is_an_error():
         tilecrew.moe_forward(*inputs, **options).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -234,3 +233,11 @@ def test_one_rank_over_nccl(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_over_nccl(tmp_path):
     run_ranks("tests.moe.collective_rank", 2, tmp_path, "nccl")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.xdist_group("emulated ranks")  # blocks of all ranks must be resident at once
+@pytest.mark.parametrize("part", ["warps", "blocks", "not warps and not blocks"])
+def test_emulated_ranks(part):
+    run_emulated(Path(__file__).parent / "emulated_gpu.py", part)

@@ -3,7 +3,7 @@
 Whatever CUDA does once (making streams, loading kernels) may wait for running kernels. Worlds, tensors and operators
 are therefore made for all ranks, and each operation used is run once, before anything waits.
 
-Run by tests/test_emulated_ranks.py, in a process with enough hardware queues.
+Run by test_gpu.py, in a process with enough hardware queues.
 """
 
 import random

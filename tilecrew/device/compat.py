@@ -6,6 +6,7 @@ Names that moved between versions:
     barrier     3.6 `gl.thread_barrier`, from 3.8 on `gl.barrier`: all threads of the calling role
     tma_load    3.6 and 3.8 `tma.async_copy_global_to_shared`, 3.9 `tma.async_load`
     reinterpret 3.6 and 3.8 a private method of shared-memory descriptors, public in 3.9
+    async_copy_to_shared    3.6 `async_copy.async_copy_global_to_shared`, from 3.8 on `async_copy.async_load`
     tma_store   3.6 and 3.8 `tma.async_copy_shared_to_global`, 3.9 `tma.async_store`
 """
 
@@ -13,6 +14,7 @@ import triton
 from triton.experimental import gluon as gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource as GluonASTSource
+from triton.experimental.gluon.language.nvidia.ampere import async_copy as _async_copy
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2 as mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence_async_shared
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as mbarrier
@@ -33,6 +35,12 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 tma_load = _tma.async_load if hasattr(_tma, "async_load") else _tma.async_copy_global_to_shared
 tma_store = _tma.async_store if hasattr(_tma, "async_store") else _tma.async_copy_shared_to_global
 tma_store_wait = _tma.store_wait
+if hasattr(_async_copy, "async_load"):
+    async_copy_to_shared = _async_copy.async_load
+else:
+    async_copy_to_shared = _async_copy.async_copy_global_to_shared
+commit_copies = _async_copy.commit_group
+wait_for_copies = _async_copy.wait_group
 
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 

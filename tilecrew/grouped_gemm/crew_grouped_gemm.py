@@ -6,9 +6,10 @@ give row blocks 0 (rows 0 to 127), 1 (128, 129), 2 (130 to 199) and 3 (200 to 25
 """
 
 from tilecrew.device.compat import aggregate, barrier, gl, gluon, mbarrier, reinterpret
-from tilecrew.device.mma import tile_layout, vector_layout
+from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
 from tilecrew.device.ring import Ring, remainder
 from tilecrew.device.tiles import matrix_view
+from tilecrew.grouped_gemm.schedule import PIECE
 
 SEARCH = gl.constexpr(128)  # row-block ends that a search reads at once: four registers of a lane
 
@@ -87,6 +88,8 @@ class TileWalk:
         end = gl.where(group < num_groups, gl.minimum(gl.maximum(end, 0), num_rows), num_rows)
         begin = gl.where(group <= num_groups, gl.minimum(gl.maximum(begin, 0), num_rows), num_rows)
         blocks = gl.cdiv(gl.maximum(end - begin, 0), config.block_m)
+        if not config.writes_tail:
+            blocks = gl.where(group < num_groups, blocks, 0)
         counts = gl.associative_scan(blocks, 0, add)
         begins = gl.allocate_shared_memory(gl.int32, [LENGTH], vector_layout())
         ends = gl.allocate_shared_memory(gl.int32, [LENGTH], vector_layout())
@@ -170,8 +173,63 @@ class GemmTiles:
 
 
 @gluon.jit
+def mover_slots(dtype: gl.constexpr, config: gl.constexpr):
+    """Shared memory of the mover, [slots, columns]."""
+    return gl.allocate_shared_memory(dtype, [config.mover_slots, config.mover_columns], vector_layout())
+
+
+@gluon.jit
+def mover_role(slots, pointers, mover: gl.constexpr):
+    mover(slots, pointers.mover)
+
+
+@gluon.jit
 def release_before(ring: Ring, step, pred):
     """Ring.release of the step before `step`, where pred."""
     barrier()
     STAGES: gl.constexpr = ring.num_stages
     mbarrier.arrive(ring.empty.index(remainder(step + (STAGES - 1), STAGES)), count=1, pred=pred)
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns: registers only."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.constexpr_function
+def piece_layout(config):
+    return accumulator_layout(PIECE) if config.uses_wgmma else warp_accumulator_layout(config.consumer_rows // 16)
+
+
+@gluon.constexpr_function
+def strip_layout():
+    """128 rows of a piece as eight warps store them: 16 rows a warp, 32 bytes of a row by four lanes.
+
+    One exchange between lanes away from accumulators: more would go through shared memory, which is full.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]],
+        block_bases=[],
+        shape=[128, PIECE],
+    )
+
+
+@gluon.constexpr_function
+def copy_layout(num_columns, num_warps):
+    """A piece of a staging tile as ordinary stores take it: 16 bytes a lane, whole rows a warp."""
+    lanes = num_columns // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def store_rows(value, layout: gl.constexpr, first, row_stride, num_rows, num_columns):
+    """The first rows and columns of a piece by ordinary stores. first: where element (0, 0) goes. Rows, and what there
+    is of them, are multiples of 16 bytes: stated so that the compiler sees it, and stores more than an element at once.
+    """
+    row = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))[None, :]
+    pointer = first + (row.to(gl.int64) * row_stride + column)
+    gl.store(gl.multiple_of(pointer, [1, 16]), value, mask=(row < num_rows) & (column // 8 < num_columns // 8))

@@ -10,6 +10,11 @@ def no_gate(row_block, num_rows, tensors):
 
 
 @gluon.jit
+def no_mover(slots, tensors):
+    pass
+
+
+@gluon.jit
 def count_gate(row_block, num_rows, tensors):
     """tensors: counters, and the longest wait in nanoseconds."""
     counter = tensors[0] + row_block

@@ -8,6 +8,7 @@ Roles                 warps  registers  job
     consumer 0 (default)  4     232     rows 0 to 63 of the tile: products, epilogue, stores
     consumer 1            4     232     rows 64 to 127 (absent where block_m is 64)
     load                  1      40     gate; TMA of x and w
+    mover                 1      40     brings rows of x into place for all blocks (only where the caller gives one)
 
 Ring         producer -> consumers     full by            empty by            bytes x stages (128 x 256 tile)
     inputs   load -> consumer 0, 1     1 arrival + TMA    1 arrival each      48 KiB x 4
@@ -53,9 +54,20 @@ from tilecrew.device.mma import accumulator_layout, operand_layout, warp_accumul
 from tilecrew.device.ring import Ring
 from tilecrew.device.signal import fence_proxy_async
 from tilecrew.device.tiles import wait_until_stores_complete
-from tilecrew.grouped_gemm.crew_grouped_gemm import GemmTiles, TileWalk, release_before
+from tilecrew.grouped_gemm.crew_grouped_gemm import (
+    GemmTiles,
+    TileWalk,
+    copy_layout,
+    halves,
+    mover_role,
+    mover_slots,
+    piece_layout,
+    release_before,
+    store_rows,
+    strip_layout,
+)
 from tilecrew.grouped_gemm.kernel_epilogues import identity, nothing_landed
-from tilecrew.grouped_gemm.kernel_gates import no_gate
+from tilecrew.grouped_gemm.kernel_gates import no_gate, no_mover
 from tilecrew.grouped_gemm.schedule import PIECE, TileSizes
 
 PIECE_COLUMNS = gl.constexpr(PIECE)
@@ -64,7 +76,9 @@ PIECE_COLUMNS = gl.constexpr(PIECE)
 @dataclass(frozen=True)
 class GemmConfig:
     """What the kernel is compiled for. block_m is consumer_rows * num_consumers; piece_columns are those of a stored
-    piece, after the epilogue; table_length as in TileSizes."""
+    piece, after the epilogue; table_length as in TileSizes; writes_tail: rows behind the last offset become zeros;
+    mover_slots,
+    mover_columns: slots of the mover, 0 without one, and their elements."""
 
     table_length: int
     num_consumers: int
@@ -83,6 +97,9 @@ class GemmConfig:
     epilogue_constants: tuple
     load_registers: int
     consumer_registers: int
+    writes_tail: bool
+    mover_slots: int
+    mover_columns: int
 
 
 class Pointers(NamedTuple):
@@ -93,6 +110,7 @@ class Pointers(NamedTuple):
     gate: tuple
     epilogue: tuple
     landed: tuple
+    mover: tuple
 
 
 class Hooks(NamedTuple):
@@ -101,6 +119,8 @@ class Hooks(NamedTuple):
     shrink       accumulator columns per output column
     keeps_zero   the epilogue makes zeros of zeros, so that rows behind the last offset need no selection
     landed       what is called behind the stores of a tile; None: nothing, and nothing waits for them
+    mover        mover(slots, mover_tensors): what a warp of its own does in every block; slots: elements of x in shared
+                 memory, [mover_slots, mover_columns]. Only in kernels of two consumers, whose tiles leave that room.
     """
 
     gate: object = no_gate
@@ -112,6 +132,10 @@ class Hooks(NamedTuple):
     keeps_zero: bool = True
     landed: object = None
     landed_tensors: tuple = ()
+    mover: object = None
+    mover_tensors: tuple = ()
+    mover_slots: int = 0
+    mover_columns: int = 0
 
 
 def hooks_of(gate, epilogue) -> Hooks:
@@ -149,8 +173,12 @@ def launch(
     sizes: TileSizes,
     num_programs: int,
     hooks: Hooks = Hooks(),  # noqa: B008  (immutable)
+    writes_tail: bool = True,
 ) -> Launch:
-    """The launch for x [M, K], w [E, K, N] with a contiguous K or N, offs [E] int32, out [M, N / shrink]."""
+    """The launch for x [M, K], w [E, K, N] with a contiguous K or N, offs [E] int32, out [M, N / shrink].
+
+    writes_tail: False leaves rows behind the last offset as they are, which costs nothing where M is a bound.
+    """
     transposed = w.stride(2) != 1
     config = GemmConfig(
         table_length=sizes.table_length,
@@ -170,16 +198,20 @@ def launch(
         epilogue_constants=hooks.epilogue_constants,
         load_registers=sizes.load_registers,
         consumer_registers=sizes.consumer_registers,
+        writes_tail=writes_tail,
+        mover_slots=hooks.mover_slots,
+        mover_columns=hooks.mover_columns,
     )
     args = (
         matrix_descriptor(_with_row_stride(x), sizes.consumer_rows, sizes.block_k),
         _weight_descriptor(w, sizes, transposed),
         matrix_descriptor(_with_row_stride(out), sizes.consumer_rows, config.piece_columns),
-        Pointers(out, offs, hooks.gate_tensors, hooks.epilogue_tensors, hooks.landed_tensors),
+        Pointers(out, offs, hooks.gate_tensors, hooks.epilogue_tensors, hooks.landed_tensors, hooks.mover_tensors),
         w.shape[2],
         hooks.gate,
         hooks.epilogue,
         nothing_landed if hooks.landed is None else hooks.landed,
+        no_mover if hooks.mover is None else hooks.mover,
         config,
     )
     options = {"num_warps": sizes.consumer_warps, "maxnreg": sizes.entry_registers}
@@ -208,6 +240,7 @@ def grouped_gemm_kernel(
     gate: gl.constexpr,
     epilogue: gl.constexpr,
     landed: gl.constexpr,
+    mover: gl.constexpr,
     config: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -218,7 +251,25 @@ def grouped_gemm_kernel(
     tiles = GemmTiles.create(x_desc, w_desc, out_desc, config)
     inputs = Ring.create(config.num_stages, 1, config.num_consumers)
     barrier()  # the table of the walk is written
-    if config.num_consumers == 2:
+    if config.mover_slots > 0:
+        gl.static_assert(config.num_consumers == 2, "a mover needs two consumers")
+        gl.warp_specialize(
+            [
+                (
+                    consumer_role,
+                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 0, config),
+                ),
+                (
+                    consumer_role,
+                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 1, config),
+                ),
+                (load_role, (tiles, inputs, walk, x_desc, w_desc, pointers, gate, config)),
+                (mover_role, (mover_slots(x_desc.dtype, config), pointers, mover)),
+            ],
+            [4, 1, 1],
+            [config.consumer_registers, config.load_registers, config.load_registers],
+        )
+    elif config.num_consumers == 2:
         gl.warp_specialize(
             [
                 (
@@ -362,16 +413,9 @@ def notify(tile, walk, pointers, landed: gl.constexpr, config: gl.constexpr):
     wait_until_stores_complete()
     fence_proxy_async()  # rows of a partial block came by ordinary stores, and TMA may read them elsewhere
     barrier()  # one thread releases for all
-    BLOCK_M: gl.constexpr = config.block_m
-    num_rows = gl.minimum(tile.num_rows, BLOCK_M)
+    num_rows = gl.minimum(tile.num_rows, config.block_m)
     num_calls = walk.num_column_blocks * gl.cdiv(num_rows, config.consumer_rows)
     landed(tile.row_block, tile.column // config.block_n, num_rows, num_calls, pointers.landed)
-
-
-@gluon.jit
-def halves(x):
-    """The left and the right half of the columns: registers only."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -454,41 +498,3 @@ def store_piece(
         else:
             LAYOUT: gl.constexpr = copy_layout(config.piece_columns, gl.num_warps())
             store_rows(staging.load(LAYOUT), LAYOUT, first, out_desc.strides[0], num_rows, output_columns)
-
-
-@gluon.constexpr_function
-def piece_layout(config):
-    return accumulator_layout(PIECE) if config.uses_wgmma else warp_accumulator_layout(config.consumer_rows // 16)
-
-
-@gluon.constexpr_function
-def strip_layout():
-    """128 rows of a piece as eight warps store them: 16 rows a warp, 32 bytes of a row by four lanes.
-
-    One exchange between lanes away from accumulators: more would go through shared memory, which is full.
-    """
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0], [64, 0]],
-        block_bases=[],
-        shape=[128, PIECE],
-    )
-
-
-@gluon.constexpr_function
-def copy_layout(num_columns, num_warps):
-    """A piece of a staging tile as ordinary stores take it: 16 bytes a lane, whole rows a warp."""
-    lanes = num_columns // 8
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
-
-
-@gluon.jit
-def store_rows(value, layout: gl.constexpr, first, row_stride, num_rows, num_columns):
-    """The first rows and columns of a piece by ordinary stores. first: where element (0, 0) goes. Rows, and what there
-    is of them, are multiples of 16 bytes: stated so that the compiler sees it, and stores more than an element at once.
-    """
-    row = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))[None, :]
-    pointer = first + (row.to(gl.int64) * row_stride + column)
-    gl.store(gl.multiple_of(pointer, [1, 16]), value, mask=(row < num_rows) & (column // 8 < num_columns // 8))

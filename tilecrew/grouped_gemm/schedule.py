@@ -47,7 +47,8 @@ class Problem:
     """What a schedule may depend on: sizes known on the host, never the offsets.
 
     num_rows M, num_groups E, num_inner K, num_columns N (of the accumulator); dtype as torch prints it without its
-    prefix; has_gate: the call gives a gate; notifies: its epilogue says what has landed.
+    prefix; has_gate: the call gives a gate; notifies: its epilogue says what has landed; mover_bytes: shared memory for
+    a warp that brings rows, 0 without one.
     """
 
     num_rows: int
@@ -57,6 +58,7 @@ class Problem:
     dtype: str
     has_gate: bool = False
     notifies: bool = False
+    mover_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class TileSizes:
     consumer_rows: int = CONSUMER_ROWS
     consumer_warps: int = 4
     uses_wgmma: bool = True
+    mover_bytes: int = 0
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -86,7 +89,8 @@ class TileSizes:
         tile = self.block_k * (self.block_m + self.block_n) * ELEMENT_BYTES
         staging = self.num_output_buffers * self.block_m * PIECE * ELEMENT_BYTES
         barriers = 2 * 8 * self.num_stages
-        return self.num_stages * tile + staging + 2 * 4 * self.table_length + barriers + COMPILER_BYTES
+        tables = 2 * 4 * self.table_length
+        return self.num_stages * tile + staging + tables + barriers + self.mover_bytes + COMPILER_BYTES
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,8 @@ def supports(implementation: str, problem: Problem, hardware: Hardware) -> str |
     if implementation == "hopper":
         return hardware.hopper_limit() or _crew_limit(problem)
     if implementation == "mma_sync":
-        return hardware.tma_limit() or _crew_limit(problem)
+        has_mover = "it has no mover" if problem.mover_bytes else None
+        return hardware.tma_limit() or _crew_limit(problem) or has_mover
     if implementation == "portable":
         return _portable_limit(problem, hardware)
     if hardware.device_type == "cuda":
@@ -160,6 +165,7 @@ def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
                 load_registers=40 if block_m == 128 else 80,
                 consumer_registers=232 if block_m == 128 else 240,
                 entry_registers=168 if block_m == 128 else 160,
+                mover_bytes=problem.mover_bytes,
             )
             if tiles.shared_memory_bytes <= SHARED_MEMORY:
                 return tiles

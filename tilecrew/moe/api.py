@@ -15,6 +15,9 @@ from tilecrew.moe.routing import build_routing, expert_range
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import TypeIs
+
+    from tilecrew.parallel.world import World
 
 
 def moe_forward(
@@ -26,9 +29,10 @@ def moe_forward(
     *,
     shared: SharedExperts | torch.Tensor | None = None,
     gate_up_layout: str = "interleaved",
-    world: "ProcessGroup | None" = None,
+    world: "ProcessGroup | World | None" = None,
     capacity: int | None = None,
     num_chunks: int = 2,
+    num_experts: int | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over k of topk_weights[t, k] * expert_{topk_ids[t, k]}(x[t]) + the shared experts' output.
 
@@ -39,6 +43,12 @@ def moe_forward(
     and a replay may have other tokens, ids and weights. With a process group, experts are spread over its ranks and
     tokens travel by all-to-all (NCCL on GPUs, gloo on the CPU); every rank must make the call, also one without tokens,
     and with gradients every rank must call backward, because that sends as well.
+
+    With a World (bfloat16 or float16 on GPUs) ranks address each other's memory: rows are pulled from other ranks while
+    the first product runs, and results while the second does. Ranks call in one order, and all of them with gradients
+    or none. On a GPU the result is on the rank's stream; a call can be captured in a CUDA graph. Where a wait for
+    another rank has failed the result is NaN, and `World.synchronize` raises WaitError on every rank; on the CPU the
+    call does. The first call with new sizes makes a `workspace.MoEWorkspace`, which the World keeps.
 
     Gradients flow to x, topk_weights, w_gate_up, w_down and the shared experts' tensors. Twice differentiable without
     `world`.
@@ -57,10 +67,13 @@ def moe_forward(
             is then only added.
         gate_up_layout: "interleaved" as `tilecrew.moe.interleave_gate_up` makes it, or "halves": I gate columns, then I
             up columns. The first is faster on Hopper GPUs, where SwiGLU is then part of the first product.
-        world: None, or a torch.distributed process group.
-        capacity: the most tokens that x may have, None for any; the same on all ranks.
-        num_chunks: with `world`, parts of the experts whose tokens travel separately, so that one part is computed
-            while another is under way; the same on all ranks.
+        world: None, a torch.distributed process group, or a tilecrew.parallel.World.
+        capacity: the most tokens that x may have, None for any; the same on all ranks. Not None with a World, which
+            allocates for it once.
+        num_chunks: with a process group, parts of the experts whose tokens travel separately, so that one part is
+            computed while another is under way; the same on all ranks.
+        num_experts: E; needed with a World whose ranks have different numbers of experts. None: L times the ranks of
+            the World; otherwise counted.
 
     Returns:
         [T, H] in the dtype of x.
@@ -68,8 +81,26 @@ def moe_forward(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes, devices, strides or values that do not fit, or too many tokens; the message names the
-            argument, what it is and what was expected. With `world` all ranks raise where one does.
+            argument, what it is and what was expected. With a process group, and a World of processes on the CPU, all
+            ranks raise where one does; with other Worlds on the first call with new sizes.
     """
+    if world is not None and _is_world(world):
+        from tilecrew.moe.expert_parallel import expert_parallel_moe_forward
+
+        return expert_parallel_moe_forward(
+            x,
+            topk_ids,
+            topk_weights,
+            w_gate_up,
+            w_down,
+            num_experts=num_experts,
+            shared=shared,
+            gate_up_layout=gate_up_layout,
+            world=world,
+            capacity=capacity,
+        )
+    if num_experts is not None and (world is not None or num_experts != w_gate_up.shape[0]):
+        raise ValueError(f"num_experts must be None without a tilecrew.parallel.World, got {num_experts}")
     if world is not None:
         from tilecrew.moe.collective import collective_moe_forward
 
@@ -117,7 +148,7 @@ class ExpertParallelMoE(torch.nn.Module):
         intermediate_size: I, a multiple of 8.
         shared_intermediate_size: S, a multiple of 8; 0: no shared experts.
         shared_output_gate: the shared experts' output is multiplied by sigmoid(x shared_output_gate).
-        world, capacity, num_chunks: as in `moe_forward`.
+        world, capacity, num_chunks: as in `moe_forward`. With a World, `prepare` allocates before the first call.
     """
 
     shared_w_gate_up: torch.nn.Parameter | None
@@ -132,7 +163,7 @@ class ExpertParallelMoE(torch.nn.Module):
         *,
         shared_intermediate_size: int = 0,
         shared_output_gate: bool = False,
-        world: "ProcessGroup | None" = None,
+        world: "ProcessGroup | World | None" = None,
         capacity: int | None = None,
         num_chunks: int = 2,
         device: torch.device | str | None = None,
@@ -165,6 +196,22 @@ class ExpertParallelMoE(torch.nn.Module):
         self.register_parameter("shared_w_down", parameter(S, H) if S else None)
         self.register_parameter("shared_output_gate", parameter(H) if shared_output_gate else None)
         self.reset_parameters()
+
+    def prepare(self, top_k: int) -> None:
+        """Collective, with a World: allocates for calls with `top_k` routes a token, and loads kernels.
+
+        Raises TypeError or ValueError for sizes that do not fit, on every rank where ranks differ in them.
+        """
+        if self.world is None or not _is_world(self.world):
+            raise ValueError(f"world must be a tilecrew.parallel.World for prepare, got {type(self.world).__name__}")
+        from tilecrew.moe.workspace import MoESizes, MoEWorkspace
+
+        if self.capacity is None:
+            raise ValueError("capacity must be the most tokens of a rank where world is a World, got None")
+        dtype = self.w_gate_up.dtype
+        sizes = MoESizes(self.capacity, top_k, self.num_experts, self.hidden_size, self.intermediate_size, dtype)
+        if sizes not in self.world.workspaces:
+            MoEWorkspace(self.world, sizes)
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew, uniform in ±1 / sqrt(inputs)."""
@@ -215,6 +262,7 @@ class ExpertParallelMoE(torch.nn.Module):
             world=self.world,
             capacity=self.capacity,
             num_chunks=self.num_chunks,
+            num_experts=self.num_experts if self.world is not None and _is_world(self.world) else None,
         )
 
     def extra_repr(self) -> str:
@@ -225,10 +273,19 @@ class ExpertParallelMoE(torch.nn.Module):
         )
 
 
-def _place_in(world: "ProcessGroup | None") -> tuple[int, int]:
+def _is_world(world: object) -> "TypeIs[World]":
+    """Whether it is a tilecrew.parallel.World, whose module needs torch.distributed."""
+    from tilecrew.parallel.world import World
+
+    return isinstance(world, World)
+
+
+def _place_in(world: "ProcessGroup | World | None") -> tuple[int, int]:
     """Rank and number of ranks."""
     if world is None:
         return 0, 1
+    if _is_world(world):
+        return world.rank, world.size
     from tilecrew.moe.collective import place_in
 
     return place_in(world)

@@ -62,6 +62,8 @@ class World:
             self._sides = distinct_streams(device, 2)
         num_sharing = self.size if isinstance(provider, Emulated) else 1
         self.num_sms = hardware_of(device).num_sms // num_sharing
+        #: What operators keep with this world, by their sizes.
+        self.workspaces: dict[Any, Any] = {}
         self._closed = False
         provider.agree(rank, f"timeout_seconds {timeout_seconds}, first_epoch {first_epoch}, device {device.type}")
         self.control = ParallelTensor((control_length(self.size),), torch.int32, self, self._begin)
@@ -221,6 +223,7 @@ class World:
 
     def _end(self) -> None:
         self._closed = True
+        self.workspaces.clear()
         self.provider.close()
 
     def _wait_for_device(self) -> None:

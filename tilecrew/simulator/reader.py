@@ -54,7 +54,7 @@ class _Reader(Scanner):
     def operation(self) -> Operation:
         self.skip()
         results: list[str] = []
-        while found := self.match((r",\s*" if results else "") + r"(%[\w$.]+)(?::(\d+))?"):
+        while found := self.match((r",\s*" if results else "") + r"(%[\w$.-]+)(?::(\d+))?"):
             results += [f"{found[1]}#{number}" for number in range(int(found[2]))] if found[2] else [found[1]]
         if results:
             self.expect("=")

@@ -7,7 +7,7 @@ from typing import Any
 from tilecrew.simulator.ir import DescriptorType, Layout, MemDescType, ScalarType, TensorType, Type
 
 I1 = ScalarType("i1")
-VALUE = r"%[\w$.]+(?:#\d+)?"
+VALUE = r"%[\w$.-]+(?:#\d+)?"
 FLOATS = {"f16": ("<H", "<e"), "bf16": ("<H", ""), "f32": ("<I", "<f"), "f64": ("<Q", "<d")}
 
 

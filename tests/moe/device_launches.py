@@ -1,0 +1,96 @@
+"""Every kernel of expert parallelism, compiled for sm_90 without a GPU.
+
+`python -m tests.moe.device_launches` prints {"triton": version, "found": {name: {"ptx": its PTX, "resources": what its
+cubin uses} or the error's traceback}} as JSON.
+"""
+
+import dataclasses
+import json
+import sys
+import traceback
+
+import torch
+import triton
+
+from tests.grouped_gemm.problems import H200
+from tilecrew.device import aot
+from tilecrew.device.launch import Launch
+from tilecrew.grouped_gemm import kernel_grouped_gemm
+from tilecrew.grouped_gemm.hooks import CountGate, SwiGLU
+from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles
+from tilecrew.moe import crew_mover, fused, kernel_dispatch_gemm, kernel_gemm_combine, schedule
+from tilecrew.parallel import World
+
+I32, I64 = torch.zeros(4096, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+F32 = torch.zeros(4096)
+HALF = torch.zeros(256, 64, dtype=torch.bfloat16)
+SECOND = 10**9
+
+
+def combine(weights, base, top_k):
+    tensors = (HALF, I64, I32, weights, base, HALF)
+    arguments = (tensors, I32, I32, I32, I64, 0, 2, 128, 64, SECOND)
+    return Launch(kernel_gemm_combine.combine_kernel, 1, arguments, {**schedule.COMBINE, "TOP_K": top_k})
+
+
+def gemm(notifies, has_mover=False, epilogue=None, transposed=False):
+    """What fused.launch_gemm launches, for one rank."""
+    from tilecrew.moe.workspace import MoESizes, MoEWorkspace
+
+    problem = Problem(16384, 8, 2048, 2048, "bfloat16", has_gate=not notifies, notifies=notifies)
+    if has_mover:
+        problem = schedule.with_mover(problem)
+    tiles = hopper_tiles(problem, H200.num_sms)
+    (world,) = World.emulated(1, device="cpu")
+    workspace = MoEWorkspace(world, MoESizes(256, 2, 8, 64, 256, torch.bfloat16))
+    x, w, offs = HALF, torch.zeros(8, 64, 512, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
+    if transposed:
+        w = w.transpose(1, 2).contiguous().transpose(1, 2)
+    if notifies:
+        hooks = kernel_grouped_gemm.hooks_of(None, fused.NotifySources(workspace))
+    else:
+        hooks = kernel_grouped_gemm.hooks_of(CountGate(workspace.counters), epilogue)
+    if has_mover:
+        hooks = hooks._replace(
+            mover=crew_mover.move_rows,
+            mover_tensors=(x, I64, I32, offs, workspace.mover_sizes, HALF, workspace.counters, world.control.local),
+            mover_slots=schedule.MOVER_SLOTS,
+            mover_columns=schedule.MOVER_COLUMNS,
+        )
+    out = x.new_empty(x.shape[0], 512 // hooks.shrink)
+    return kernel_grouped_gemm.launch(x, w, offs, out, tiles, 2, hooks, writes_tail=False)
+
+
+LAUNCHES = {
+    "dispatch": lambda: Launch(
+        kernel_dispatch_gemm.dispatch_kernel, 1, (HALF, I64, I32, I32, 8, HALF, I32, I32, 64), schedule.DISPATCH
+    ),
+    "tables": lambda: Launch(
+        kernel_dispatch_gemm.tables_kernel, 1, (I32, I64, F32, I64, I32, F32, 512), {"num_warps": 4, "BLOCK": 1024}
+    ),
+    "values": lambda: Launch(
+        kernel_dispatch_gemm.values_kernel, 1, (F32, I64, I32, I32, F32, 512), {"num_warps": 4, "BLOCK": 1024}
+    ),
+    "combine": lambda: combine(F32, None, 8),
+    "combine with base, 10 routes": lambda: combine(F32, HALF, 10),
+    "combine without weights, 20 routes": lambda: combine(None, None, 20),
+    "GEMM behind dispatch": lambda: gemm(False, epilogue=SwiGLU(8)),
+    "GEMM with movers": lambda: gemm(False, has_mover=True, epilogue=SwiGLU(8)),
+    "GEMM with movers, transposed": lambda: gemm(False, has_mover=True, transposed=True),
+    "GEMM in front of combine": lambda: gemm(True),
+}
+
+
+def main() -> None:
+    found = {}
+    for name, make in LAUNCHES.items():
+        try:
+            compiled = aot.compile_launch(make())
+            found[name] = {"ptx": compiled.asm["ptx"], "resources": dataclasses.asdict(aot.resources(compiled))}
+        except Exception:  # the test of this launch shows it; those of the others still run
+            found[name] = traceback.format_exc()
+    json.dump({"triton": triton.__version__, "found": found}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

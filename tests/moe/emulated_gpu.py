@@ -1,0 +1,237 @@
+"""The expert-parallel layer by emulated ranks on one GPU, each with streams of its own.
+
+Run by test_gpu.py, in a process with enough hardware queues. By hand:
+
+    CUDA_DEVICE_MAX_CONNECTIONS=32 PYTHONPATH=. python -m pytest -v -x --capture=sys tests/moe/emulated_gpu.py
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilecrew
+from tests import watchdog
+from tests.moe import gpu_ranks, world_cases
+from tests.moe.world_cases import Case
+
+if not dist.is_available():
+    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+from tilecrew.moe.workspace import MoESizes, MoEWorkspace
+from tilecrew.parallel import WaitError, World, on_every_rank
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+NAMES = [name for name, case in world_cases.cases(1).items() if not case.shared]
+
+
+def emulate(size, **options):
+    if torch.cuda.get_device_capability()[0] not in (9, 12):
+        pytest.skip("needs compute capability 9.0 or 12.x")
+    return World.emulated(size, device="cuda", **{"timeout_seconds": gpu_ranks.TIMEOUT_SECONDS, **options})
+
+
+def synchronize(worlds):
+    torch.cuda.synchronize()
+    for world in worlds:
+        world.synchronize()
+
+
+@pytest.fixture(params=["warps", "blocks"])
+def dispatch(request):
+    if request.param == "warps" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return request.param
+
+
+def check(worlds, case, dispatch=None, turns=2):
+    """Values and gradients of all ranks; the same bits every time."""
+    wanted = case.expected()
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    with watchdog.watch(worlds, "a call of all ranks"):
+        compare(worlds, case, inputs, wanted, turns)
+
+
+def compare(worlds, case, inputs, wanted, turns):
+    first = None
+    for _ in range(turns):
+        outs = on_every_rank(worlds, gpu_ranks.forward, inputs)
+        synchronize(worlds)
+        gpu_ranks.check_forward(case, outs, wanted)
+        first = first or outs
+        assert all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
+    outs = on_every_rank(worlds, gpu_ranks.forward_with_gradients, inputs)
+    gradients = on_every_rank(worlds, gpu_ranks.backward, inputs, outs)
+    synchronize(worlds)
+    gpu_ranks.check_forward(case, [out.detach() for out in outs], wanted)
+    for rank, found in enumerate(gradients):
+        gpu_ranks.check_gradients(case, rank, found, wanted)
+    outs = on_every_rank(worlds, gpu_ranks.forward_with_gradients, inputs)
+    again = on_every_rank(worlds, gpu_ranks.backward, inputs, outs)
+    synchronize(worlds)
+    for left, right in zip(gradients, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_steps_of_a_call(dispatch):
+    """One after the other: each waits for all ranks before the next begins, so that a hang has a name."""
+    worlds = emulate(2)
+    case = world_cases.cases(2, BF16, "cuda")["uniform"]
+    wanted = case.expected()
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    for name, step in gpu_ranks.steps(worlds, case, inputs).items():
+        with watchdog.watch(worlds, f"step {name!r}"):
+            found = on_every_rank(worlds, step)
+            synchronize(worlds)
+    gpu_ranks.check_forward(case, found, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_matrix(size, name, dispatch):
+    """Epochs pass 2^32 on the way."""
+    check(emulate(size, first_epoch=2**32 - 4), world_cases.cases(size, BF16, "cuda")[name], dispatch)
+
+
+def test_many_workspaces(dispatch):
+    """More than torch has streams: side streams that were drawn for each would be those of the ranks."""
+    worlds = emulate(2)
+    for capacity in range(1, 41):
+        case = Case([capacity, 3 if capacity > 2 else 1], 2, 4, 64, 32, dtype=BF16, device="cuda")
+        inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+        with watchdog.watch(worlds, f"a call of workspace {capacity}"):
+            on_every_rank(worlds, gpu_ranks.forward, inputs)
+            synchronize(worlds)
+
+
+def test_the_host_never_waits(dispatch, sync_is_an_error):
+    (world,) = worlds = emulate(1)
+    case = Case([40], 2, 5, 136, 64, dtype=BF16, device="cuda")
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    with world.use(), sync_is_an_error():
+        outs = [gpu_ranks.forward_with_gradients(world, inputs)]
+        gpu_ranks.backward(world, inputs, outs)
+    synchronize(worlds)
+
+
+@pytest.mark.parametrize(("size", "hidden", "intermediate"), [(2, 2048, 768), (4, 2880, 128), (8, 7168, 256)])
+def test_large(size, hidden, intermediate):
+    worlds = emulate(size)
+    check(
+        worlds, Case([700, 0, 512, 129, 1, 300, 4, 60][:size], 8, 64, hidden, intermediate, dtype=BF16, device="cuda")
+    )
+
+
+def test_float16():
+    worlds = emulate(2)
+    check(worlds, Case([40, 130], 2, 5, 136, 64, dtype=torch.float16, device="cuda", kind="some missing"))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_are_late_change_nothing(size, dispatch):
+    worlds = emulate(size)
+    case = Case([130, 5, 0, 77][:size], 4, 9, 264, 64, dtype=BF16, device="cuda")
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    first = on_every_rank(worlds, gpu_ranks.forward, inputs)
+    synchronize(worlds)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        cycles = torch.randint(0, 2_000_000, (size,), generator=generator).tolist()
+
+        def late(world, cycles=cycles):
+            torch.cuda._sleep(cycles[world.rank])
+            return gpu_ranks.forward(world, inputs)
+
+        outs = on_every_rank(worlds, late)
+        synchronize(worlds)
+        assert all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
+
+
+def test_many_calls_without_waiting_for_the_device():
+    worlds = emulate(2)
+    case = Case([70, 33], 2, 4, 136, 64, dtype=BF16, device="cuda")
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case)
+    first = on_every_rank(worlds, gpu_ranks.forward, inputs)
+    for _ in range(200):
+        outs = on_every_rank(worlds, gpu_ranks.forward, inputs)
+    synchronize(worlds)
+    assert all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
+    worlds = emulate(size, first_epoch=2**32 - 8)
+    shape = ([40, 130, 0, 9][:size], 3, 7, 136, 64)
+    problems = [Case(*shape, dtype=BF16, device="cuda", seed=seed) for seed in range(12)]
+    problems[3] = Case(*shape, dtype=BF16, device="cuda", kind="all missing")
+    problems[5] = Case(*shape, dtype=BF16, device="cuda", kind="one expert")
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, problems[0], dispatch)
+    others = [[gpu_ranks.Inputs(problem, rank) for rank in range(size)] for problem in problems]
+    on_every_rank(worlds, gpu_ranks.forward, inputs)
+    synchronize(worlds)
+    graphs, outs = [], []
+    for world in worlds:  # one graph each: branches of one graph need not run at the same time
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=world.stream):
+            outs.append(gpu_ranks.forward(world, inputs))
+    for problem, parts in zip(problems, others, strict=True):
+        wanted = on_every_rank(worlds, gpu_ranks.forward, parts)
+        synchronize(worlds)
+        for own, part, out in zip(inputs, parts, outs, strict=True):
+            own.x.copy_(part.x)
+            own.ids.copy_(part.ids)
+            own.weights.copy_(part.weights)
+            own.w_gate_up.copy_(part.w_gate_up)
+            own.w_down.copy_(part.w_down)
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with watchdog.watch(worlds, "a replay"):
+            on_every_rank(worlds, lambda world: graphs[world.rank].replay())
+            synchronize(worlds)
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+        gpu_ranks.check_forward(problem, outs, problem.expected())
+
+
+def test_a_rank_that_stalls_ends_in_an_error_on_all():
+    worlds = emulate(2, timeout_seconds=2.0)
+    case = Case([40, 40], 2, 4, 136, 64, place="remote", dtype=BF16, device="cuda")
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case)
+    on_every_rank(worlds, gpu_ranks.forward, inputs)
+    synchronize(worlds)
+    out = on_every_rank(worlds[:1], gpu_ranks.forward, inputs)[0]
+
+    def shares_and_stays_away(world):
+        own = inputs[world.rank]
+        world.workspaces[case.sizes].share_tokens(own.x, own.ids, own.weights)
+
+    on_every_rank(worlds[1:], shares_and_stays_away)
+    torch.cuda.synchronize()
+    records = []
+    for world in worlds:
+        with pytest.raises(WaitError) as error:
+            world.synchronize()
+        records.append((error.value.rank, error.value.record))
+    rank, record = records[0]
+    assert records[1] == records[0]
+    assert (rank, record.writer) == (0, 1)
+    assert record.slot >= 0
+    assert record.expected == record.seen + 1
+    assert out.isnan().any()
+
+
+def test_errors():
+    worlds = emulate(2)
+    case = Case([5, 5], 2, 4, 136, 64, dtype=BF16, device="cuda")
+    own = gpu_ranks.Inputs(case, 0)
+    with pytest.raises(ValueError, match="must have a workspace on every emulated rank before the first call"):
+        own.forward(worlds[0])
+    with pytest.raises(TypeError, match="x must be bfloat16 or float16 where ranks address"):
+        MoEWorkspace(worlds[0], MoESizes(5, 2, 4, 136, 64, torch.float32))
+    with pytest.raises(ValueError, match="x must be on the device of the world"):
+        tilecrew.moe_forward(
+            *(t.cpu() for t in (own.x, own.ids, own.weights, own.w_gate_up, own.w_down)), world=worlds[0], capacity=5
+        )
+    with pytest.raises(ValueError, match="dispatch must be None or one of warps, blocks"):
+        MoEWorkspace(worlds[0], case.sizes, dispatch="pigeons")
+    for number in (0, worlds[0].num_sms):
+        with pytest.raises(ValueError, match="num_comm_blocks must be at least 1 and less than"):
+            MoEWorkspace(worlds[0], case.sizes, num_comm_blocks=number)

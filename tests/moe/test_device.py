@@ -1,0 +1,55 @@
+"""The kernels of expert parallelism compile for sm_90 with every Triton, without spills, into the accesses meant."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.moe.device_launches import LAUNCHES
+from tests.tritons import INSTALLED, VERSIONS, output_of_each
+
+WIDE_LOAD = r"ld\.global\.cg\.v4\.b32"
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Version -> what device_launches printed."""
+    outputs = output_of_each(tmp_path_factory.mktemp, "tests.moe.device_launches")
+    return {version: json.loads(output) for version, output in outputs.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_compiles(name, version, reports):
+    assert version in (INSTALLED, reports[version]["triton"])
+    found = reports[version]["found"][name]
+    assert isinstance(found, dict), found
+    assert found["resources"]["local_memory_instructions"] == 0
+    ptx = found["ptx"]
+    if name == "dispatch" or name.startswith("combine"):
+        # 16 bytes at a time, and nothing of other ranks through the L1 cache.
+        assert re.search(WIDE_LOAD, ptx)
+        assert re.search(r"st\.global\.v4\.b32", ptx)
+        assert not re.search(r"ld\.global\.(cg\.b16|nc)", ptx)
+    if name == "dispatch":
+        fence, release = ptx.rindex("fence.proxy.async"), ptx.rindex("gpu.release.add")
+        assert fence < ptx.rindex("bar.sync", 0, release)
+    if name.startswith("combine"):
+        assert "ld.acquire.sys.global.b32" in ptx
+        assert "st.release.sys.global.b32" in ptx  # where a wait fails
+    if name == "combine":
+        assert len(re.findall(WIDE_LOAD, ptx)) == 8  # unrolled
+    if name.startswith(("GEMM behind", "GEMM with")):
+        assert "ld.acquire.gpu.global.b32" in ptx
+    if name.startswith("GEMM"):
+        resources = found["resources"]
+        assert resources["shared_memory_bytes"] <= 232_448
+        assert 0 < resources["wgmma_groups"] == resources["products"] < resources["wgmma"]
+    if name.startswith("GEMM with movers"):
+        assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10, %r", ptx)  # 16 bytes, or zeros
+        assert not re.search(r"cp\.async\.ca|cp\.async\.cg.*, 0x[48],", ptx)
+        assert "gpu.release.add" in ptx
+    if name == "GEMM in front of combine":
+        assert ptx.index("atom.global.gpu.acq_rel.add") < ptx.index("fence.acq_rel.sys") < ptx.index("st.release.sys")

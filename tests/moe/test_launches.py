@@ -1,0 +1,125 @@
+"""What the host launches for the expert-parallel layer on a GPU, recorded on the CPU: it deadlocks nowhere, the host
+never waits, and every kernel of a call has been loaded before."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tests.moe import gpu_ranks, traced_launches, world_cases
+from tests.moe.world_cases import Case
+from tilecrew.moe import fused
+from tilecrew.moe.workspace import MoESizes, MoEWorkspace
+from tilecrew.parallel import World
+from tilecrew.parallel.world import STREAMS_OF_TORCH, distinct_streams
+
+BF16 = torch.bfloat16
+FEW = ["one expert, one route", "no tokens on some ranks"]
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    return traced_launches.install(monkeypatch)
+
+
+def make_workspaces(recorder, worlds, sizes, dispatch="warps"):
+    with recorder:
+        recorder.on_every_rank(worlds, lambda world: MoEWorkspace(world, sizes, dispatch=dispatch))
+
+
+def forward_and_backward(recorder, worlds, inputs):
+    recorder.clear()
+    with recorder:
+        recorder.on_every_rank(worlds, gpu_ranks.forward, inputs)
+        outs = recorder.on_every_rank(worlds, gpu_ranks.forward_with_gradients, inputs)
+        recorder.on_every_rank(worlds, gpu_ranks.backward, inputs, outs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "dispatch"), [(1, "warps"), (2, "warps"), (2, "blocks"), (3, "warps"), (3, "blocks")])
+def test_no_deadlock_and_nothing_loaded_late(size, dispatch, recorder):
+    """All worlds of one process draw from torch's streams, which come again."""
+    worlds = recorder.worlds(size)
+    for name, case in world_cases.cases(size, BF16).items():
+        if case.shared or ((size, dispatch) != (2, "warps") and name not in FEW):
+            continue
+        recorder.clear()
+        make_workspaces(recorder, worlds, case.sizes, dispatch)
+        assert recorder.drain(size) == [], name
+        assert not any(entry.kind == "barrier" for entry in recorder.log)
+        loaded, operators = recorder.kernels(), set(recorder.operators)
+        inputs = [gpu_ranks.Inputs(case, rank) for rank in range(size)]
+        forward_and_backward(recorder, worlds, inputs)
+        assert recorder.drain(size) == [], name
+        assert recorder.kernels() <= loaded, name
+        assert recorder.operators <= operators, name
+        assert recorder.host_waits == 0, name
+
+
+def test_sides_are_no_streams_of_ranks(recorder):
+    worlds = recorder.worlds(2)
+    case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
+    make_workspaces(recorder, worlds, case.sizes)
+    inputs = [gpu_ranks.Inputs(case, rank) for rank in range(2)]
+    for _ in range(STREAMS_OF_TORCH):
+        torch.cuda.Stream()  # anybody's
+        forward_and_backward(recorder, worlds, inputs)
+        sides = {entry.stream for entry in recorder.log if entry.name == "combine_kernel"}
+        assert sides.isdisjoint({world.stream.name for world in worlds})
+        assert len(sides) == 2
+
+
+def test_a_side_stream_that_is_the_own_one_is_found(recorder, monkeypatch):
+    """Combine blocks in front of the GEMM that they wait for."""
+    worlds = recorder.worlds(2)
+    case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
+    make_workspaces(recorder, worlds, case.sizes)
+    inputs = [gpu_ranks.Inputs(case, rank) for rank in range(2)]
+    monkeypatch.setattr(World, "side_stream", property(lambda world: world.stream))
+    forward_and_backward(recorder, worlds, inputs)
+    assert f"rank 0, {worlds[0].stream.name}: combine_kernel" in recorder.drain(2)
+    monkeypatch.setattr(World, "side_stream", property(lambda world: worlds[1 - world.rank].stream))
+    forward_and_backward(recorder, worlds, inputs)
+    assert f"rank 0, {worlds[1].stream.name}: combine_kernel" in recorder.drain(2)
+
+
+def test_a_rank_that_stays_away_is_found(recorder):
+    worlds = recorder.worlds(2)
+    case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
+    make_workspaces(recorder, worlds, case.sizes)
+    inputs = [gpu_ranks.Inputs(case, rank) for rank in range(2)]
+    recorder.clear()
+    recorder.on_every_rank(worlds[:1], gpu_ranks.forward, inputs)
+    assert recorder.drain(2)[0] == f"rank 0, {worlds[0].stream.name}: barrier"
+
+
+def test_loading_takes_what_peers_have_for_no_routes(recorder, monkeypatch):
+    """The ids of a peer that has not loaded yet are zeros, which would be routes."""
+    worlds = recorder.worlds(2)
+    sizes = MoESizes(5, 2, 4, 64, 32, BF16)
+    found = []
+    launch = fused.launch_combine
+
+    def launch_combine(workspace, routing, *arguments):
+        found.append((int(routing.offs[-1]), int(workspace.ids.peer(1 - workspace.world.rank).max())))
+        launch(workspace, routing, *arguments)
+
+    monkeypatch.setattr(fused, "launch_combine", launch_combine)
+    recorder.on_every_rank(worlds, lambda world: MoEWorkspace(world, sizes, dispatch="warps"))
+    assert {rows for rows, _ in found} == {0}
+    assert found[0][1] == 0  # there was something to be taken for routes
+    assert all(int(world.workspaces[sizes].epoch) == world.first_epoch for world in worlds)
+
+
+def test_streams_run_out(recorder):
+    streams = distinct_streams(torch.device("cpu"), STREAMS_OF_TORCH)
+    assert len({stream.name for stream in streams}) == STREAMS_OF_TORCH
+    with pytest.raises(ValueError, match="size must be at most 16 emulated ranks on a GPU"):
+        distinct_streams(torch.device("cpu"), STREAMS_OF_TORCH + 1)
+
+
+def test_a_world_of_processes_has_a_side_for_every_stream_of_the_caller(recorder):
+    (world,) = recorder.worlds(1)
+    world._sides = distinct_streams(torch.device("cpu"), 2)
+    for stream in (*world._sides, recorder.stream):
+        with recorder.use(stream):
+            assert world.side_stream != stream

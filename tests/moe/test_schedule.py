@@ -1,0 +1,38 @@
+"""Which form of dispatch runs where."""
+
+import dataclasses
+
+import pytest
+
+from tests.grouped_gemm.problems import H200
+from tilecrew._hardware import hardware_of
+from tilecrew.grouped_gemm.schedule import SHARED_MEMORY, Problem, pick
+from tilecrew.moe.schedule import MOVER_BYTES, pick_dispatch, with_mover
+
+PROBLEM = Problem(16384, 8, 2048, 2048, "bfloat16", has_gate=True)
+SM_120 = dataclasses.replace(H200, capability=(12, 0), name="RTX")
+
+
+def test_choices():
+    assert pick_dispatch(None, PROBLEM, H200) == "warps"
+    assert pick_dispatch("blocks", PROBLEM, H200) == "blocks"
+    assert pick_dispatch(None, PROBLEM, SM_120) == "blocks"
+    assert pick_dispatch(None, PROBLEM, hardware_of("cpu")) is None
+    with pytest.raises(ValueError, match=r"dispatch='warps' cannot run: it needs compute capability 9\.0"):
+        pick_dispatch("warps", PROBLEM, SM_120)
+
+
+@pytest.mark.parametrize("num_groups", [1, 8, 256, 1022])
+def test_tiles_leave_the_mover_its_slots(num_groups):
+    problem = dataclasses.replace(PROBLEM, num_groups=num_groups)
+    tiles = pick(with_mover(problem), H200).tiles
+    assert tiles.mover_bytes == MOVER_BYTES
+    assert tiles.block_m == 128
+    assert tiles.shared_memory_bytes <= SHARED_MEMORY
+    assert tiles.num_stages >= 3
+    assert pick(problem, H200).tiles.mover_bytes == 0
+
+
+def test_mma_sync_has_no_mover():
+    with pytest.raises(ValueError, match="it has no mover"):
+        pick(with_mover(PROBLEM), H200, "mma_sync")

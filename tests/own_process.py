@@ -1,0 +1,43 @@
+"""GPU tests of emulated ranks in a process of their own: their streams need more of CUDA's hardware queues than others.
+
+CUDA reads CUDA_DEVICE_MAX_CONNECTIONS when it starts, and all processes of a GPU share its channels: many test
+processes with so many queues each would use them up.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_emulated(path, expression="", limit_seconds=1800):
+    """Runs a file of tests, whose output is shown where one fails; every test skipped is a skip."""
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTHONPATH": str(ROOT)}
+    for name in [name for name in environment if name.startswith("PYTEST_")]:
+        del environment[name]
+    # A watchdog ends the process, and what it says must not be captured.
+    command = [sys.executable, "-m", "pytest", "-v", "-x", "--capture=sys", "-p", "no:cacheprovider", str(path)]
+    command += ["-k", expression] if expression else []
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, cwd=ROOT, start_new_session=True
+        )
+        try:
+            code = child.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            code = f"none after {limit_seconds} s"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        output.seek(0)
+        text = output.read()
+    assert code == 0, f"exit code {code}\n{text}"
+    if " passed" not in text.splitlines()[-1]:
+        pytest.skip(text.splitlines()[-1])

@@ -1,0 +1,250 @@
+"""The two fused products of the layer: rows arrive while the first is computed, results leave while the second is.
+
+    dispatch_gemm    tokens of all ranks -> rows -> grouped GEMM behind a gate
+    gemm_combine     grouped GEMM whose epilogue tells all ranks -> their tokens' sums
+
+On a GPU rows are moved by a warp of each of the GEMM's blocks, or by communication blocks; these, and those that
+combine, run beside the GEMM on a stream of their own, and its grid leaves them their multiprocessors. On the CPU torch
+does the same, through the same gate, epilogue, slots and parallel tensors.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+
+from tilecrew._hardware import hardware_of
+from tilecrew.grouped_gemm import operators
+from tilecrew.grouped_gemm.hooks import CountGate, Epilogue, Gate, Identity
+from tilecrew.grouped_gemm.schedule import pick
+from tilecrew.moe.routing import ROW_BLOCK, Routing
+from tilecrew.moe.schedule import COMBINE, DISPATCH, MOVER_COLUMNS, MOVER_SLOTS, with_mover
+from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
+from tilecrew.parallel import host_signal
+
+
+class NotifySources(Identity):
+    """Epilogue: all ranks learn when a 128-row block of this rank's results is complete."""
+
+    def __init__(self, workspace: MoEWorkspace) -> None:
+        self.workspace = workspace
+
+    @property
+    def landed(self) -> Any:
+        return importlib.import_module("tilecrew.moe.kernel_gemm_combine").notify_sources
+
+    @property
+    def landed_tensors(self) -> tuple[Any, ...]:
+        ws = self.workspace
+        return ws.arrivals, ws.epoch, ws.slots.cells.local, ws.slots.cells.offsets, ws.place
+
+    def landed_reference(self, num_rows_of_blocks: list[int]) -> None:
+        ws = self.workspace
+        for block in range(len(num_rows_of_blocks)):
+            for peer in range(ws.world.size):
+                ws.slots.put(block, peer, int(ws.epoch))
+
+
+def dispatch_gemm(
+    workspace: MoEWorkspace,
+    routing: Routing,
+    w: torch.Tensor,
+    epilogue: Epilogue | None,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """rows [P, H] <- the tokens that all ranks have shared, and out [P, N] <- epilogue(rows w), w [L, H, N].
+
+    Rows behind the last one of the rank's experts are undefined in both.
+    """
+    if rows.shape[0] == 0:
+        return
+    gate = CountGate(workspace.counters, workspace.world.timeout_seconds)
+    if not workspace.is_gpu:
+        _dispatch_on_cpu(workspace, routing, rows)
+        operators.run(rows, w, routing.offs, out, None, gate, epilogue)
+        return
+    if workspace.dispatch == "warps":
+        launch_gemm_with_movers(workspace, routing, rows, w, out, gate, epilogue)
+        return
+    stream, side = torch.cuda.current_stream(), workspace.world.side_stream
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
+        launch_dispatch(workspace, routing, rows)
+    launch_gemm(workspace, rows, w, routing, out, gate, epilogue)
+    stream.wait_stream(side)
+
+
+def gemm_combine(
+    workspace: MoEWorkspace,
+    routing: Routing,
+    rows: torch.Tensor,
+    w: torch.Tensor,
+    weights: torch.Tensor | None,
+    base: torch.Tensor | None,
+    num_tokens: int,
+) -> torch.Tensor:
+    """Results of all ranks' rows w, w [L, K, H], summed over each token's routes -> [T, H].
+
+    weights [T, K] wide, or None: one; base [T, H], or None: added.
+    """
+    out = workspace.tokens.local.new_empty(num_tokens, workspace.sizes.hidden_size)
+    results = workspace.results.local[: rows.shape[0]]
+    if not workspace.is_gpu:
+        if rows.shape[0] > 0:
+            operators.run(rows, w, routing.offs, results, None, None, NotifySources(workspace))
+        return _combine_on_cpu(workspace, routing, weights, base, out)
+    stream, side = torch.cuda.current_stream(), workspace.world.side_stream
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
+        launch_combine(workspace, routing, weights, base, out)
+    if rows.shape[0] > 0:
+        launch_gemm(workspace, rows, w, routing, results, None, NotifySources(workspace))
+    stream.wait_stream(side)
+    return out
+
+
+def pull_values(workspace: MoEWorkspace, routing: Routing, num_tokens: int) -> torch.Tensor:
+    """[T, K] `row_values` of the rows that this rank's routes have gone to, 0 for none. Behind a gemm_combine, whose
+    waits order what is read."""
+    length = num_tokens * workspace.sizes.top_k
+    indices = routing.combine_indices[:length]
+    out = workspace.row_values.local.new_zeros(length)
+    if not workspace.is_gpu:
+        for peer in range(workspace.world.size):
+            routes = (indices[:, 0] == peer).nonzero().flatten()
+            out[routes] = workspace.row_values.peer(peer)[indices[routes, 1]]
+    elif length > 0:
+        values, control = workspace.row_values, workspace.world.control
+        dispatch_kernels().values_kernel[(-(-length // 1024),)](
+            values.local, values.offsets, indices, control.local, out, length, BLOCK=1024
+        )
+    return out.view(num_tokens, workspace.sizes.top_k)
+
+
+def launch_dispatch(workspace: MoEWorkspace, routing: Routing, rows: torch.Tensor) -> None:
+    """Communication blocks that bring rows and count them."""
+    dispatch_kernels().dispatch_kernel[(workspace.num_comm_blocks,)](
+        workspace.tokens.local,
+        workspace.tokens.offsets,
+        routing.pull_dispatch_indices,
+        routing.offs,
+        routing.offs.shape[0],
+        rows,
+        workspace.counters,
+        workspace.world.control.local,
+        rows.shape[1],
+        **DISPATCH,
+    )
+
+
+def launch_gemm(
+    workspace: MoEWorkspace,
+    rows: torch.Tensor,
+    w: torch.Tensor,
+    routing: Routing,
+    out: torch.Tensor,
+    gate: Gate | None,
+    epilogue: Epilogue | None,
+) -> None:
+    """The grouped GEMM, with a grid that leaves communication blocks their multiprocessors."""
+    kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
+    world = workspace.world
+    schedule = pick(operators.problem_of(rows, w, gate, epilogue), hardware_of(world.device))
+    num_programs = min(schedule.num_programs, world.num_sms - workspace.num_comm_blocks)
+    hooks = kernel.hooks_of(gate, epilogue)
+    kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
+
+
+def launch_gemm_with_movers(
+    workspace: MoEWorkspace,
+    routing: Routing,
+    rows: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    gate: Gate,
+    epilogue: Epilogue | None,
+) -> None:
+    """The grouped GEMM behind its gate, with a warp in every block that brings rows. All blocks are resident at once:
+    one has the shared memory of a multiprocessor, and there are no more of them than the rank may fill."""
+    kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
+    world, tokens = workspace.world, workspace.tokens
+    problem = with_mover(operators.problem_of(rows, w, gate, epilogue))
+    schedule = pick(problem, hardware_of(world.device), "hopper")
+    hooks = kernel.hooks_of(gate, epilogue)._replace(
+        mover=importlib.import_module("tilecrew.moe.crew_mover").move_rows,
+        mover_tensors=(
+            tokens.local,
+            tokens.offsets,
+            routing.pull_dispatch_indices,
+            routing.offs,
+            workspace.mover_sizes,
+            rows,
+            workspace.counters,
+            world.control.local,
+        ),
+        mover_slots=MOVER_SLOTS,
+        mover_columns=MOVER_COLUMNS,
+    )
+    num_programs = min(schedule.num_programs, world.num_sms)
+    kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
+
+
+def launch_combine(
+    workspace: MoEWorkspace,
+    routing: Routing,
+    weights: torch.Tensor | None,
+    base: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Communication blocks that wait for row blocks of all ranks and sum."""
+    kernels = importlib.import_module("tilecrew.moe.kernel_gemm_combine")
+    world, results = workspace.world, workspace.results
+    kernels.combine_kernel[(workspace.num_comm_blocks,)](
+        (results.local, results.offsets, routing.combine_indices, weights, base, out),
+        workspace.epoch,
+        workspace.slots.cells.local,
+        world.control.local,
+        world.control.offsets,
+        world.rank,
+        world.size,
+        out.shape[0],
+        out.shape[1],
+        host_signal.nanoseconds(world),
+        TOP_K=workspace.sizes.top_k,
+        **COMBINE,
+    )
+
+
+def _dispatch_on_cpu(workspace: MoEWorkspace, routing: Routing, rows: torch.Tensor) -> None:
+    num_rows = int(routing.offs[-1])
+    source, token = routing.pull_dispatch_indices[:num_rows].to(torch.int64).unbind(1)
+    for peer in range(workspace.world.size):
+        places = (source == peer).nonzero().flatten()
+        rows[places] = workspace.tokens.peer(peer)[token[places]]
+    rows[:num_rows][source < 0] = 0
+    workspace.counters[: num_rows // ROW_BLOCK] = ROW_BLOCK
+
+
+def _combine_on_cpu(
+    workspace: MoEWorkspace,
+    routing: Routing,
+    weights: torch.Tensor | None,
+    base: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    num_tokens, top_k = out.shape[0], workspace.sizes.top_k
+    indices = routing.combine_indices[: num_tokens * top_k].to(torch.int64)
+    needed = torch.stack((indices[:, 0], indices[:, 1] // ROW_BLOCK), 1)[indices[:, 0] >= 0]
+    for writer, block in needed.unique(dim=0).tolist():
+        workspace.slots.wait(block, writer, int(workspace.epoch))
+    table = indices.view(num_tokens, top_k, 2)
+    total = torch.zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
+    for k in range(top_k):
+        for peer in range(workspace.world.size):
+            tokens = (table[:, k, 0] == peer).nonzero().flatten()
+            values = workspace.results.peer(peer)[table[tokens, k, 1]].to(total.dtype)
+            total[tokens] += values if weights is None else values * weights[tokens, k, None]
+    if base is not None:
+        total += base
+    return out.copy_(total)

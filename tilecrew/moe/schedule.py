@@ -1,0 +1,40 @@
+"""How rows of other ranks reach a grouped GEMM, and why. Pure Python.
+
+warps     a mover warp in every block of the GEMM; costs no multiprocessor. Needs the hopper kernel
+blocks    communication blocks beside the GEMM, whose grid leaves them their multiprocessors
+"""
+
+import dataclasses
+
+from tilecrew._hardware import Hardware
+from tilecrew.grouped_gemm.schedule import Problem, supports
+
+DISPATCHES = ("warps", "blocks")
+MOVER_SLOTS = 8
+MOVER_COLUMNS = 1024  # elements of 16 bits: pieces of 2 KB
+MOVER_BYTES = MOVER_SLOTS * MOVER_COLUMNS * 2
+# Launches of communication blocks.
+DISPATCH = {"ROWS": 8, "COLUMNS": 512, "num_warps": 8}
+# maxnreg: left to itself, ptxas aims at more blocks than there are, and spills.
+COMBINE = {"COLUMNS": 2048, "num_warps": 8, "maxnreg": 128}
+
+
+def with_mover(problem: Problem) -> Problem:
+    """The problem of a grouped GEMM whose blocks have a mover warp."""
+    return dataclasses.replace(problem, mover_bytes=MOVER_BYTES)
+
+
+def pick_dispatch(dispatch: str | None, problem: Problem, hardware: Hardware) -> str | None:
+    """The form of dispatch for a GEMM; None on the CPU. Raises ValueError for one that cannot run."""
+    if dispatch is not None and dispatch not in DISPATCHES:
+        raise ValueError(f"dispatch must be None or one of {', '.join(DISPATCHES)}, got {dispatch!r}")
+    if hardware.device_type != "cuda":
+        if dispatch is not None:
+            raise ValueError(f"dispatch must be None on the CPU, which has neither, got {dispatch!r}")
+        return None
+    limit = supports("hopper", with_mover(problem), hardware)
+    if dispatch == "warps" and limit is not None:
+        raise ValueError(f"dispatch='warps' cannot run: {limit}")
+    if dispatch is not None:
+        return dispatch
+    return "blocks" if limit is not None else "warps"

@@ -1,0 +1,237 @@
+"""What a rank allocates once so that ranks that address each other's memory can exchange tokens, and its flags."""
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+
+from tilecrew._hardware import hardware_of
+from tilecrew._shapes import require_dtype
+from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
+from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
+from tilecrew.moe.schedule import pick_dispatch
+from tilecrew.parallel import fusion
+from tilecrew.parallel.control import as_int32
+from tilecrew.parallel.signal import Signals
+from tilecrew.parallel.tensor import ParallelTensor
+from tilecrew.parallel.world import World
+
+
+class MoESizes(NamedTuple):
+    """What must be the same on all ranks. capacity: the most tokens of a rank; num_experts: of all ranks."""
+
+    capacity: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return (
+            f"capacity {self.capacity}, K = {self.top_k}, E = {self.num_experts}, H = {self.hidden_size}, "
+            f"I = {self.intermediate_size}, {self.dtype}"
+        )
+
+
+class SharedRoutes(NamedTuple):
+    """The tables of a call, and the route weight of each of this rank's rows, [P] wide, 0 for padding."""
+
+    routing: Routing
+    row_weights: torch.Tensor
+
+
+class MoEWorkspace:
+    """Buffers and flags of one rank for mixture-of-experts layers of certain sizes; layers of the same sizes share it.
+
+    Making one is collective: every rank does so, in the same order. It is kept by the world, where `moe_forward` finds
+    it, until `destroy`. P is the most rows that a rank's experts can get: those of all tokens of all ranks, padded.
+
+    tokens           ParallelTensor [capacity, H]: x of each rank, in backward the gradient of its output
+    ids, weights     ParallelTensors [capacity, K] int32 and wide: routes of each rank, -1 behind its tokens
+    results          ParallelTensor [P, H]: what the experts of each rank have computed
+    row_values       ParallelTensor [P] wide: gradients of route weights
+    counters         [row blocks] int32: rows of each row block that have landed
+    arrivals         [row blocks] int32: elects the tile that completes a row block
+    slots            Signals with one slot for each row block: rank r writes the epoch when its row block is complete
+    epoch            [1] int32 on the device of the world, one more for each exchange; may pass 2^32
+
+    Args:
+        world: this rank's World.
+        sizes: MoESizes. In an emulated world on a GPU make the workspaces of all ranks before the first call: a rank
+            that still loads kernels would wait for kernels that wait for it.
+        dispatch: "warps" or "blocks", as `schedule` says; None chooses. On the CPU None.
+        num_comm_blocks: blocks that pull rows beside a GEMM; at least 1 and less than the rank's multiprocessors.
+            None: a quarter of them, at most 8. On the CPU None.
+
+    Raises TypeError or ValueError for sizes that do not fit, and on every rank where ranks differ in them.
+    """
+
+    def __init__(
+        self, world: World, sizes: MoESizes, *, dispatch: str | None = None, num_comm_blocks: int | None = None
+    ) -> None:
+        check_sizes(world, sizes)
+        dtype = str(sizes.dtype).removeprefix("torch.")
+        num_experts = len(expert_range(0, sizes.num_experts, world.size))
+        problem = Problem(MAX_ROWS, num_experts, sizes.hidden_size, 2 * sizes.intermediate_size, dtype, has_gate=True)
+        self.dispatch = pick_dispatch(dispatch, problem, hardware_of(world.device))
+        self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
+        self.world, self.sizes = world, sizes
+        self.is_gpu = world.device.type == "cuda"
+        world.agree(f"a mixture of experts of {sizes}")
+        num_routes = world.size * sizes.capacity * sizes.top_k
+        # Rank 0 has the most experts.
+        self.max_rows = max_rows(num_routes, len(expert_range(0, sizes.num_experts, world.size)), ROW_BLOCK)
+        self.experts = expert_range(world.rank, sizes.num_experts, world.size)
+        self.num_rows = max_rows(num_routes, len(self.experts), ROW_BLOCK)
+        num_blocks = self.max_rows // ROW_BLOCK
+        routes = (sizes.capacity, sizes.top_k)
+        wide = torch.promote_types(sizes.dtype, torch.float32)
+        self.tokens = ParallelTensor((sizes.capacity, sizes.hidden_size), sizes.dtype, world)
+        self.ids = ParallelTensor(routes, torch.int32, world)
+        self.weights = ParallelTensor(routes, wide, world)
+        self.results = ParallelTensor((self.max_rows, sizes.hidden_size), sizes.dtype, world)
+        self.row_values = ParallelTensor((self.max_rows,), wide, world)
+        self.slots = Signals(world, num_blocks, world.first_epoch)
+        with world.use():
+            device = world.device
+            self.counters = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+            self.arrivals = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+            self.epoch = torch.full((1,), as_int32(world.first_epoch), dtype=torch.int32, device=device)
+            self.mover_sizes = torch.tensor([len(self.experts), sizes.hidden_size], dtype=torch.int32, device=device)
+            self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
+            self._all_ids = torch.full((world.size, *routes), -1, dtype=torch.int32, device=device)
+            self._all_weights = torch.zeros((world.size, *routes), dtype=wide, device=device)
+        self._is_loading = False
+        if self.is_gpu:
+            self._load()
+        world.workspaces[sizes] = self
+        world.quiesce()
+
+    @classmethod
+    def of(cls, world: World, sizes: MoESizes) -> "MoEWorkspace":
+        """The world's workspace of these sizes; collective where it is made.
+
+        Raises ValueError where it would have to be made between the calls of emulated ranks on a GPU.
+        """
+        found = world.workspaces.get(sizes)
+        if found is not None:
+            return found
+        if world.stream is not None and world.size > 1:
+            raise ValueError(
+                "world must have a workspace on every emulated rank before the first call: "
+                f"on_every_rank(worlds, tilecrew.moe.workspace.MoEWorkspace, MoESizes(...)) of {sizes}"
+            )
+        return cls(world, sizes)
+
+    def share_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor) -> SharedRoutes:
+        """Collective: every rank's x [T, H], ids and wide weights [T, K] are there for all ranks -> this rank's tables.
+
+        Ids outside of -1 to E - 1 become -1.
+        """
+        num_tokens = x.shape[0]
+        wide_ids = topk_ids.to(torch.int64)
+        wide_ids = torch.where((wide_ids >= 0) & (wide_ids < self.sizes.num_experts), wide_ids, -1)
+        self._begin()
+        self.tokens.local[:num_tokens].copy_(x)
+        self.ids.local.fill_(-1)
+        self.ids.local[:num_tokens].copy_(wide_ids)
+        self.weights.local[:num_tokens].copy_(weights)
+        self._barrier()
+        self._gather_tables()
+        routing = build_routing(
+            self._all_ids, num_experts=self.sizes.num_experts, rank=self.world.rank, row_block=ROW_BLOCK
+        )
+        if self.num_rows == 0:
+            return SharedRoutes(routing, self._all_weights.new_zeros(0))
+        is_row = routing.row_routes >= 0
+        found = self._all_weights.flatten()[routing.row_routes.clamp_min(0)]
+        return SharedRoutes(routing, torch.where(is_row, found, 0))
+
+    def share_gradients(self, d_out: torch.Tensor) -> None:
+        """Collective: every rank's d_out [T, H] is there for all ranks, in the place of x."""
+        self._begin()
+        self.tokens.local[: d_out.shape[0]].copy_(d_out)
+        self._barrier()
+
+    def destroy(self) -> None:
+        """Collective; see ParallelTensor.destroy."""
+        self.world.workspaces.pop(self.sizes, None)
+        for tensor in (self.tokens, self.ids, self.weights, self.results, self.row_values, self.slots):
+            tensor.destroy()
+
+    def _begin(self) -> None:
+        """Nobody still reads what the exchange before has left; a new epoch, and counters at zero."""
+        self._barrier()
+        self.epoch.add_(1)
+        self.counters.zero_()
+
+    def _barrier(self) -> None:
+        if not self._is_loading:
+            self.world.barrier()
+
+    def _gather_tables(self) -> None:
+        if not self.is_gpu:
+            for rank in range(self.world.size):
+                self._all_ids[rank].copy_(self.ids.peer(rank))
+                self._all_weights[rank].copy_(self.weights.peer(rank))
+            return
+        length = self.sizes.capacity * self.sizes.top_k
+        num_programs = self.world.size * -(-length // 1024)
+        dispatch_kernels().tables_kernel[(num_programs,)](
+            self.ids.local,
+            self.ids.offsets,
+            self.weights.local,
+            self.weights.offsets,
+            self._all_ids,
+            self._all_weights,
+            length,
+            BLOCK=1024,
+        )
+        if self._is_loading:
+            self._all_ids.fill_(-1)  # what peers have there now is nobody's route
+
+    def _load(self) -> None:
+        """Tokens without routes go forward and backward, for each dtype of ids and weights and both layouts, so that
+        CUDA has loaded every kernel before one waits: nobody is told, nothing waited for. Epochs begin behind it."""
+        from tilecrew.moe.expert_parallel import load
+
+        self._is_loading = True
+        with self.world.use():
+            load(self)
+            self.epoch.fill_(as_int32(self.world.first_epoch))
+        torch.cuda.synchronize(self.world.device)
+        self._is_loading = False
+
+
+def dispatch_kernels() -> Any:
+    """The module of device code, loaded by who launches it."""
+    return importlib.import_module("tilecrew.moe.kernel_dispatch_gemm")
+
+
+def check_sizes(world: World, sizes: MoESizes) -> None:
+    """Raises TypeError or ValueError for sizes that no workspace can have."""
+    if not isinstance(world, World):
+        raise TypeError(f"world must be a tilecrew.parallel.World, got {type(world).__name__}")
+    for name, multiple in (("capacity", 1), ("top_k", 1), ("num_experts", 1), ("hidden_size", 8)):
+        _check_count(name, getattr(sizes, name), multiple)
+    _check_count("intermediate_size", sizes.intermediate_size, 8)
+    if sizes.top_k > sizes.num_experts:
+        raise ValueError(f"top_k must be at most num_experts = {sizes.num_experts}, got {sizes.top_k}")
+    dtypes = fusion.GPU_DTYPES if world.device.type == "cuda" else fusion.CPU_DTYPES
+    require_dtype("x", torch.empty(0, dtype=sizes.dtype), dtypes, because=" where ranks address each other's memory")
+    num_routes = world.size * sizes.capacity * sizes.top_k
+    most = max_rows(num_routes, len(expert_range(0, sizes.num_experts, world.size)), ROW_BLOCK)
+    if most > MAX_ROWS:
+        raise ValueError(
+            f"capacity must be such that the rows of a rank, at most those of all ranks, are at most {MAX_ROWS}; "
+            f"got {sizes.capacity} tokens a rank, {world.size} ranks and K = {sizes.top_k}"
+        )
+
+
+def _check_count(name: str, value: object, multiple: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < multiple or value % multiple:
+        kind = f"a positive multiple of {multiple}" if multiple > 1 else "at least 1"
+        raise ValueError(f"{name} must be {kind}, got {value}")
