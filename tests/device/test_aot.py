@@ -1,9 +1,13 @@
 """What aot reads from a disassembly: loops, wherever the compiler has put their parts."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 from tilecrew.device import aot
+from tilecrew.device.compat import barrier, gl, gluon, mbarrier
+from tilecrew.device.launch import Launch
+from tilecrew.device.mma import vector_layout
 
 DISPATCH = """\
         /*0000*/                   S2R R0, SR_TID.X ;
@@ -47,3 +51,27 @@ def test_a_spill_in_the_loop_is_in_it():
     spilling = DISPATCH.replace("MOV R4, RZ ;\n.L_x_2:", "MOV R4, RZ ;\n.L_x_2:\n /*0038*/ LDL R5, [R1+0x8] ;")
     assert any("LDL" in text for text in aot.loops(spilling)[0])
     assert not any("LDL" in text or "STL" in text for loop in aot.loops(DISPATCH) for text in loop)
+
+
+@gluon.jit
+def waits_and_stores(out, KEEP: gl.constexpr, num_warps: gl.constexpr):
+    """A barrier, and a tile of which only one use lies before the barrier's last."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    index = gl.arange(0, 128, layout)
+    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(landed, count=1)
+    mbarrier.arrive(landed, count=1)
+    mbarrier.wait(landed, 0)
+    barrier()
+    tile = gl.allocate_shared_memory(gl.float32, [128], vector_layout())
+    tile.store(index.to(gl.float32))
+    barrier()
+    gl.store(out + index, tile.load(layout))
+    if KEEP:
+        landed._keep_alive()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_memory_of_a_barrier_given_to_a_tile(keeps):
+    compiled = aot.compile_launch(Launch(waits_and_stores, 1, (torch.zeros(128), keeps), {"num_warps": 4}))
+    assert aot.overlaid_barriers(compiled) == (0 if keeps else 1)

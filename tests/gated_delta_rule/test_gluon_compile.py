@@ -52,5 +52,6 @@ def test_compiles_without_spills(name, version, reports):
     # ptxas gives every wgmma a group of its own where it serialises them.
     assert 0 < resources["wgmma_groups"] == resources["products"] < resources["wgmma"]
     assert resources["tma"] > 0
+    assert resources["overlaid_barriers"] == 0
     if name.startswith("prepare"):
         assert resources["mma"] > 0

@@ -33,6 +33,7 @@ def test_compiles(name, version, reports):
     # ptxas gives every wgmma a group of its own where it serialises them.
     assert 0 < resources["wgmma_groups"] == resources["products"] < resources["wgmma"]
     assert resources["tma"] > 0
+    assert resources["overlaid_barriers"] == 0
 
 
 @pytest.mark.slow
@@ -49,3 +50,4 @@ def test_compiles_with_mma_sync(name, version, reports):
     assert resources["mma"] == 64
     assert resources["wgmma"] == 0
     assert resources["tma"] > 0
+    assert resources["overlaid_barriers"] == 0

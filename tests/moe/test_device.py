@@ -27,6 +27,7 @@ def test_compiles(name, version, reports):
     found = reports[version]["found"][name]
     assert isinstance(found, dict), found
     assert found["resources"]["local_memory_instructions"] == 0
+    assert found["resources"]["overlaid_barriers"] == 0
     ptx = found["ptx"]
     if name == "dispatch" or name.startswith("combine"):
         # 16 bytes at a time, and nothing of other ranks through the L1 cache.

@@ -27,6 +27,7 @@ def test_compiles(name, version, reports):
     found = reports[version]["found"][name]
     assert isinstance(found, dict), found
     assert found["resources"]["local_memory_instructions"] == 0
+    assert found["resources"]["overlaid_barriers"] == 0
     ptx = found["ptx"]
     if name in ("barrier", "notify", "put", "GEMM that notifies owners"):
         assert "st.release.sys.global.b32" in ptx

@@ -4,6 +4,7 @@ Triton's wheel carries ptxas, cuobjdump and nvdisasm, so a launch's arguments (C
 are enough to get the cubin that a GPU would run. The private imports of this job stand here only.
 """
 
+import math
 import re
 import subprocess
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import triton
 from triton import knobs
+from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -38,6 +40,7 @@ class Resources:
     wgmma, mma, tma              instructions
     wgmma_groups                 what wgmma are waited for in: one group a product, or ptxas has serialised them
     products                     of warp groups, in the kernel as Triton compiles it
+    overlaid_barriers            see `overlaid_barriers`
     """
 
     registers: int
@@ -51,6 +54,7 @@ class Resources:
     products: int
     mma: int
     tma: int
+    overlaid_barriers: int
 
 
 def compile_launch(launch: Launch, target: GPUTarget = SM90):
@@ -95,7 +99,56 @@ def resources(compiled) -> Resources:
         products=len(re.findall(r"\bttng\.warp_group_dot\b", compiled.asm["ttgir"])),
         mma=len(re.findall(r"\bHMMA\b", sass)),
         tma=len(re.findall(r"\bUTMA(?:LDG|STG)\b", sass)),
+        overlaid_barriers=overlaid_barriers(compiled),
     )
+
+
+def overlaid_barriers(compiled) -> int:
+    """How many allocations of mbarriers share their memory with anything else. It must be none.
+
+    PTX wants an mbarrier invalidated before its memory serves another purpose, and means it: when a GPU turns to
+    another process and back, the eight bytes may be written once more, long after the last wait. Triton takes the
+    memory back with the barrier's last use; a `_keep_alive` at the end of the kernel prevents that.
+
+    Triton's passes are run once more here up to the one that places buffers, whose sum is compared with the kernel's.
+    Of scratch memory only the first byte is known.
+    """
+    if "!ttg.memdesc<" not in compiled.asm["ttgir"]:
+        return 0
+    text = _with_offsets(compiled)
+    total = re.search(r"ttg\.shared = (\d+)", text)
+    assert total is not None and int(total[1]) == compiled.metadata.shared, "other passes than those of triton.compile"
+    barriers, others = [], []
+    for line in text.splitlines():
+        if offset := re.search(r"allocation\.offset = (\d+)", line):
+            buffer = re.search(r"local_alloc .*-> !ttg\.memdesc<((?:\d+x)+)([a-z]+)(\d+)", line)
+            shape = [] if buffer is None else [int(size) for size in buffer[1].split("x")[:-1]]
+            num_bytes = 1 if buffer is None else math.prod(shape) * int(buffer[3]) // 8
+            is_barrier = buffer is not None and buffer[2] + buffer[3] == "i64"
+            (barriers if is_barrier else others).append((int(offset[1]), int(offset[1]) + num_bytes))
+    return sum(
+        any(first < other_end and other_first < end for other_first, other_end in others + barriers[:number])
+        for number, (first, end) in enumerate(barriers)
+    )
+
+
+def _with_offsets(compiled) -> str:
+    """The kernel behind the pass that gives its buffers their places."""
+    target = compiled.metadata.target
+    context = ir.context()
+    ir.load_dialects(context)
+    make_backend(target).load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(compiled.asm["ttgir"])
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    manager = ir.pass_manager(context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, target.arch, 80)
+    manager.run(module, "overlaid_barriers")
+    return str(module)
 
 
 def loops(sass: str) -> list[list[str]]:
