@@ -27,10 +27,11 @@ HALF = torch.zeros(256, 64, dtype=torch.bfloat16)
 SECOND = 10**9
 
 
-def combine(weights, base, top_k):
+def combine(weights, base, top_k, num_tokens=schedule.MOST_COMBINE_TOKENS):
     tensors = (HALF, I64, I32, weights, base, HALF)
     arguments = (tensors, I32, I32, I32, I64, 0, 2, 128, 64, SECOND)
-    return Launch(kernel_gemm_combine.combine_kernel, 1, arguments, {**schedule.COMBINE, "TOP_K": top_k})
+    options = {**schedule.COMBINE, "TOKENS": num_tokens, "TOP_K": top_k}
+    return Launch(kernel_gemm_combine.combine_kernel, 1, arguments, options)
 
 
 def gemm(notifies, has_mover=False, epilogue=None, transposed=False):
@@ -72,6 +73,7 @@ LAUNCHES = {
         kernel_dispatch_gemm.values_kernel, 1, (F32, I64, I32, I32, F32, 512), {"num_warps": 4, "BLOCK": 1024}
     ),
     "combine": lambda: combine(F32, None, 8),
+    "combine of a token": lambda: combine(F32, HALF, 8, 1),
     "combine with base, 10 routes": lambda: combine(F32, HALF, 10),
     "combine without weights, 20 routes": lambda: combine(None, None, 20),
     "GEMM behind dispatch": lambda: gemm(False, epilogue=SwiGLU(8)),

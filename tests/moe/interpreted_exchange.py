@@ -7,7 +7,7 @@ what is not there when a wait begins counts as a wait that timed out.
 import pytest
 import torch
 
-from tests.gated_delta_rule import interpreter
+from tests import interpreter
 from tests.moe.problems import random_ids
 from tests.parallel.interpreted_kernels import add_flag, load_flag, look_once, no_fence, no_scoped_fence, store_flag
 from tilecrew.moe import kernel_dispatch_gemm, kernel_gemm_combine
@@ -25,6 +25,7 @@ def plain_flags(monkeypatch):
     monkeypatch.setattr(kernel_dispatch_gemm, "load_acquire", load_flag)
     monkeypatch.setattr(kernel_dispatch_gemm, "add_release", add_flag)
     monkeypatch.setattr(kernel_dispatch_gemm, "fence_proxy_async", no_fence)
+    monkeypatch.setattr(kernel_gemm_combine, "load_acquire", load_flag)
     monkeypatch.setattr(kernel_signal, "store_release", store_flag)
     monkeypatch.setattr(kernel_signal, "fence", no_scoped_fence)
     monkeypatch.setattr(kernel_signal, "wait_until_reached", look_once)
@@ -103,7 +104,7 @@ def test_tables_and_values(size):
             assert out[route] == (values[source].local[row] if source >= 0 else 0)
 
 
-def combine(ranks, rank, epoch, weights, base):
+def combine(ranks, rank, epoch, weights, base, tokens=8):
     world, routing, y, slots = ranks.worlds[rank], ranks.routings[rank], ranks.y[rank], ranks.slots[rank].cells.local
     out = torch.full((NUM_TOKENS, COLUMNS), 7.0, dtype=torch.float16)
     kernel_gemm_combine.combine_kernel[(3,)](
@@ -118,20 +119,21 @@ def combine(ranks, rank, epoch, weights, base):
         COLUMNS,
         SECOND,
         TOP_K=TOP_K,
+        TOKENS=tokens,
         COLUMNS=64,
     )
     return out
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
-@pytest.mark.parametrize("size", [1, 3])
-def test_combine(size, has_weights):
+@pytest.mark.parametrize(("size", "tokens"), [(1, 8), (3, 8), (3, 1)])
+def test_combine(size, tokens, has_weights):
     ranks = Ranks(size)
     for rank, routing in enumerate(ranks.routings):
         ranks.slots[rank].cells.local.fill_(-(2**31))  # the epoch that follows 2^31 - 1
         weights = torch.rand(NUM_TOKENS, TOP_K) if has_weights else None
         base = torch.randn(NUM_TOKENS, COLUMNS).to(torch.float16) if has_weights else None
-        out = combine(ranks, rank, 2**31 - 1, weights, base)
+        out = combine(ranks, rank, 2**31 - 1, weights, base, tokens)
         table = routing.combine_indices.view(NUM_TOKENS, TOP_K, 2).tolist()
         for token in range(NUM_TOKENS):
             total = torch.zeros(COLUMNS)

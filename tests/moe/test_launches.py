@@ -9,7 +9,6 @@ from tests.moe import gpu_ranks, traced_launches, world_cases
 from tests.moe.world_cases import Case
 from tilecrew.moe import fused
 from tilecrew.moe.workspace import MoESizes, MoEWorkspace
-from tilecrew.parallel import World
 from tilecrew.parallel.world import STREAMS_OF_TORCH, distinct_streams
 
 BF16 = torch.bfloat16
@@ -58,28 +57,14 @@ def test_no_deadlock_and_nothing_loaded_late(size, dispatch, recorder):
 def test_sides_are_no_streams_of_ranks(recorder):
     worlds = recorder.worlds(2)
     case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
-    make_workspaces(recorder, worlds, case.sizes)
+    make_workspaces(recorder, worlds, case.sizes, "blocks")
     inputs = [gpu_ranks.Inputs(case, rank) for rank in range(2)]
     for _ in range(STREAMS_OF_TORCH):
         torch.cuda.Stream()  # anybody's
         forward_and_backward(recorder, worlds, inputs)
-        sides = {entry.stream for entry in recorder.log if entry.name == "combine_kernel"}
+        sides = {entry.stream for entry in recorder.log if entry.name == "dispatch_kernel"}
         assert sides.isdisjoint({world.stream.name for world in worlds})
         assert len(sides) == 2
-
-
-def test_a_side_stream_that_is_the_own_one_is_found(recorder, monkeypatch):
-    """Combine blocks in front of the GEMM that they wait for."""
-    worlds = recorder.worlds(2)
-    case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
-    make_workspaces(recorder, worlds, case.sizes)
-    inputs = [gpu_ranks.Inputs(case, rank) for rank in range(2)]
-    monkeypatch.setattr(World, "side_stream", property(lambda world: world.stream))
-    forward_and_backward(recorder, worlds, inputs)
-    assert f"rank 0, {worlds[0].stream.name}: combine_kernel" in recorder.drain(2)
-    monkeypatch.setattr(World, "side_stream", property(lambda world: worlds[1 - world.rank].stream))
-    forward_and_backward(recorder, worlds, inputs)
-    assert f"rank 0, {worlds[1].stream.name}: combine_kernel" in recorder.drain(2)
 
 
 def test_a_rank_that_stays_away_is_found(recorder):

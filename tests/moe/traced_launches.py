@@ -151,14 +151,15 @@ class Recorder(TorchDispatchMode):
     def _partners(self, size):
         """Barrier -> the barriers of all ranks; combine -> the GEMMs of all ranks that notify; None: not launched."""
         barriers, combines, sources = ([[] for _ in range(size)] for _ in range(3))
+        told = {}  # the GEMM in front of a rank's next combine
         for number, entry in enumerate(self.log):
             if entry.kind == "barrier":
                 barriers[entry.rank].append(number)
+            elif "notify_sources" in entry.key:
+                told[entry.rank] = (number,)
             elif entry.name == "combine_kernel":
                 combines[entry.rank].append(number)
-                sources[entry.rank].append(())
-            elif "notify_sources" in entry.key:
-                sources[entry.rank][-1] = (number,)
+                sources[entry.rank].append(told.pop(entry.rank, ()))
         partners = {}
         for own in barriers:
             for turn, number in enumerate(own):

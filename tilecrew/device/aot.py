@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tilecrew.device.compat import GluonASTSource
+from tilecrew.device.compat import TRITON_VERSION, GluonASTSource
 from tilecrew.device.launch import Launch
 
 SM90 = GPUTarget("cuda", 90, 32)
@@ -144,6 +144,9 @@ def _with_offsets(compiled) -> str:
         module = ir.parse_mlir_module(file.name, context)
     manager = ir.pass_manager(context)
     passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    # Its second argument, since Triton 3.8: whether a sanitizer is at work.
+    sanitizer = () if TRITON_VERSION < (3, 8) else (False,)
+    passes.ttgpuir.add_allocate_warp_groups(manager, *sanitizer)
     passes.convert.add_scf_to_cf(manager)
     passes.gluon.add_inliner(manager)
     nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, target.arch, 80)

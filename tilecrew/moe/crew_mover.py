@@ -4,12 +4,13 @@ Computes     rows[p] = x of rank r [t],  (r, t) = indices[p];  zeros where it is
 Roles        one warp of the GEMM's blocks, beside its load role and consumers (kernel_grouped_gemm)
 Hand-offs    counters[row block of 128] (scope gpu) += rows that have landed, padding too -> CountGate of the GEMM, of
              any block. The mover itself waits for nothing but its own copies, and never for the GEMM.
-Timeline     [piece of 2 KB] asynchronous copy of piece i into slot i mod 8 -> wait for piece i - 7 -> slot ->
-             registers -> store -> [last piece of a chunk of rows] proxy fence (TMA will read them) -> barrier of the
-             warp -> release
+Timeline     [piece of 2 KB] asynchronous copy of piece i into slot i mod 8 -> [last piece of a row] where the next row
+             comes from, and the indices of the row behind it -> wait for piece i - 7 -> slot -> registers -> store ->
+             [last piece of a chunk of rows] proxy fence (TMA will read them) -> barrier of the warp -> release
 
 Block b moves the chunks b, b + blocks, ... of CHUNK rows, so that row blocks are complete in the order in which tiles
-need them. Copies go past the L1 cache. Where a wait of the world has failed rows become NaN, and are counted.
+need them. A release waits until all stores before it can be seen: one for CHUNK rows. Copies go past the L1 cache.
+Where a wait of the world has failed rows become NaN, and are counted.
 """
 
 from tilecrew.device.compat import (
@@ -24,7 +25,7 @@ from tilecrew.device.signal import add_release, fence_proxy_async, load_acquire,
 from tilecrew.moe.schedule import MOVER_COLUMNS, MOVER_SLOTS
 
 ROW_BLOCK = gl.constexpr(128)
-CHUNK = gl.constexpr(2)  # rows
+CHUNK = gl.constexpr(4)  # rows; a power of two
 SLOTS = gl.constexpr(MOVER_SLOTS)
 COLUMNS = gl.constexpr(MOVER_COLUMNS)  # of a piece
 
@@ -39,45 +40,68 @@ def move_rows(slots, tensors):
     num_columns = gl.load(sizes + 1)
     num_rows = gl.load(offs + gl.load(sizes) - 1)
     pieces_of_row = gl.cdiv(num_columns, COLUMNS)
-    pieces_of_chunk = pieces_of_row * CHUNK
     block, num_blocks = gl.program_id(0), gl.num_programs(0)
     num_chunks = gl.maximum(num_rows // CHUNK - block + num_blocks - 1, 0) // num_blocks
-    num_pieces = num_chunks * pieces_of_chunk
+    num_pieces = num_chunks * CHUNK * pieces_of_row
+    column = gl.arange(0, COLUMNS, layout)
     AHEAD: gl.constexpr = SLOTS - 1
+    # The row whose pieces set out, and what is known of the one after it: its indices are loaded a row ahead.
+    rank, token = load_indices(indices, block * CHUNK, num_rows)
+    source = row_of_peer(x, offsets, rank, token, num_columns)
+    next_row = row_after(block * CHUNK, num_blocks)
+    next_rank, next_token = load_indices(indices, next_row, num_rows)
+    piece = 0
+    stored_row, stored_piece = block * CHUNK, 0
     for index in range(num_pieces + AHEAD):
-        # Piece `index` sets out; behind the last one, groups without copies keep the count.
-        row = (block + index // pieces_of_chunk * num_blocks) * CHUNK + index % pieces_of_chunk // pieces_of_row
-        first = index % pieces_of_row * COLUMNS
-        exists = index < num_pieces
-        rank = gl.load(indices + 2 * row, mask=exists, other=-1)
-        token = gl.load(indices + 2 * row + 1, mask=exists, other=-1)
-        offset = gl.maximum(token, 0).to(gl.int64) * num_columns + first
-        source = gl.multiple_of(peer_pointer(x, offsets, gl.maximum(rank, 0)) + offset, 16)
-        column = gl.arange(0, COLUMNS, layout)
-        mask = (column // 8 < (num_columns - first) // 8) & (rank >= 0) & is_well
-        async_copy_to_shared(slots.index(index % SLOTS), source + column, mask=mask, cache_modifier=".cg")
+        # Behind the last piece, groups without copies keep the count.
+        is_left = column // 8 < (num_columns - piece * COLUMNS) // 8
+        mask = is_left & (rank >= 0) & is_well & (index < num_pieces)
+        pointers = gl.multiple_of(source + piece * COLUMNS, 16) + column
+        async_copy_to_shared(slots.index(index % SLOTS), pointers, mask=mask, cache_modifier=".cg")
         commit_copies()
+        piece += 1
+        if piece == pieces_of_row:
+            piece = 0
+            rank = next_rank
+            source = row_of_peer(x, offsets, next_rank, next_token, num_columns)
+            next_row = row_after(next_row, num_blocks)
+            next_rank, next_token = load_indices(indices, next_row, num_rows)
         if index >= AHEAD:
-            store_piece(index - AHEAD, slots, tensors, pieces_of_row, num_columns, is_well, layout)
+            wait_for_copies(SLOTS - 1)
+            barrier()
+            values = slots.index((index - AHEAD) % SLOTS).load(layout)
+            barrier()  # the slot is free for the copy that follows
+            values = gl.where(is_well, values, gl.full_like(values, float("nan")))
+            offset = stored_row.to(gl.int64) * num_columns + stored_piece * COLUMNS
+            target = gl.multiple_of(rows + offset, 16)
+            gl.store(target + column, values, mask=column // 8 < (num_columns - stored_piece * COLUMNS) // 8)
+            stored_piece += 1
+            if stored_piece == pieces_of_row:
+                stored_piece = 0
+                if stored_row % CHUNK == CHUNK - 1:
+                    fence_proxy_async()
+                    barrier()
+                    add_release(counters + stored_row // ROW_BLOCK, CHUNK, "gpu")
+                stored_row = row_after(stored_row, num_blocks)
     wait_for_copies(0)
 
 
 @gluon.jit
-def store_piece(index, slots, tensors, pieces_of_row, num_columns, is_well, layout: gl.constexpr):
-    """Piece number `index` of this block from its slot to its row; the last one of a chunk counts the chunk's rows."""
-    pieces_of_chunk = pieces_of_row * CHUNK
-    first_row = (gl.program_id(0) + index // pieces_of_chunk * gl.num_programs(0)) * CHUNK
-    row = first_row + index % pieces_of_chunk // pieces_of_row
-    first = index % pieces_of_row * COLUMNS
-    wait_for_copies(SLOTS - 1)
-    barrier()
-    values = slots.index(index % SLOTS).load(layout)
-    barrier()  # the slot is free for the copy that follows
-    values = gl.where(is_well, values, gl.full_like(values, float("nan")))
-    column = gl.arange(0, COLUMNS, layout)
-    target = gl.multiple_of(tensors[5] + (row.to(gl.int64) * num_columns + first), 16)
-    gl.store(target + column, values, mask=column // 8 < (num_columns - first) // 8)
-    if index % pieces_of_chunk == pieces_of_chunk - 1:
-        fence_proxy_async()
-        barrier()
-        add_release(tensors[6] + first_row // ROW_BLOCK, CHUNK, "gpu")
+def row_after(row, num_blocks):
+    """The next row of this block."""
+    is_last = row % CHUNK == CHUNK - 1
+    return row + 1 + gl.where(is_last, (num_blocks - 1) * CHUNK, 0)
+
+
+@gluon.jit
+def load_indices(indices, row, num_rows):
+    """Rank and token of a row; -1 where there is no such row."""
+    exists = row < num_rows
+    rank = gl.load(indices + 2 * row, mask=exists, other=-1)
+    return rank, gl.load(indices + 2 * row + 1, mask=exists, other=-1)
+
+
+@gluon.jit
+def row_of_peer(x, offsets, rank, token, num_columns):
+    """Where the token's row begins in that rank's memory; anywhere inside, where there is none."""
+    return peer_pointer(x, offsets, gl.maximum(rank, 0)) + gl.maximum(token, 0).to(gl.int64) * num_columns

@@ -3,9 +3,9 @@
     dispatch_gemm    tokens of all ranks -> rows -> grouped GEMM behind a gate
     gemm_combine     grouped GEMM whose epilogue tells all ranks -> their tokens' sums
 
-On a GPU rows are moved by a warp of each of the GEMM's blocks, or by communication blocks; these, and those that
-combine, run beside the GEMM on a stream of their own, and its grid leaves them their multiprocessors. On the CPU torch
-does the same, through the same gate, epilogue, slots and parallel tensors.
+On a GPU rows are moved by a warp of each of the GEMM's blocks, or by communication blocks, which run beside the GEMM on
+a stream of their own; its grid leaves them their multiprocessors. Blocks that combine follow their rank's GEMM, on all
+of its multiprocessors. On the CPU torch does the same, through the same gate, epilogue, slots and parallel tensors.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from tilecrew.grouped_gemm import operators
 from tilecrew.grouped_gemm.hooks import CountGate, Epilogue, Gate, Identity
 from tilecrew.grouped_gemm.schedule import pick
 from tilecrew.moe.routing import ROW_BLOCK, Routing
-from tilecrew.moe.schedule import COMBINE, DISPATCH, MOVER_COLUMNS, MOVER_SLOTS, with_mover
+from tilecrew.moe.schedule import DISPATCH, MOVER_COLUMNS, MOVER_SLOTS, combine_options, with_mover
 from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
 from tilecrew.parallel import host_signal
 
@@ -71,7 +71,7 @@ def dispatch_gemm(
     side.wait_stream(stream)
     with torch.cuda.stream(side):
         launch_dispatch(workspace, routing, rows)
-    launch_gemm(workspace, rows, w, routing, out, gate, epilogue)
+    launch_gemm(workspace, rows, w, routing, out, gate, epilogue, workspace.num_comm_blocks)
     stream.wait_stream(side)
 
 
@@ -94,13 +94,9 @@ def gemm_combine(
         if rows.shape[0] > 0:
             operators.run(rows, w, routing.offs, results, None, None, NotifySources(workspace))
         return _combine_on_cpu(workspace, routing, weights, base, out)
-    stream, side = torch.cuda.current_stream(), workspace.world.side_stream
-    side.wait_stream(stream)
-    with torch.cuda.stream(side):
-        launch_combine(workspace, routing, weights, base, out)
     if rows.shape[0] > 0:
-        launch_gemm(workspace, rows, w, routing, results, None, NotifySources(workspace))
-    stream.wait_stream(side)
+        launch_gemm(workspace, rows, w, routing, results, None, NotifySources(workspace), num_comm_blocks=0)
+    launch_combine(workspace, routing, weights, base, out)
     return out
 
 
@@ -146,12 +142,13 @@ def launch_gemm(
     out: torch.Tensor,
     gate: Gate | None,
     epilogue: Epilogue | None,
+    num_comm_blocks: int,
 ) -> None:
-    """The grouped GEMM, with a grid that leaves communication blocks their multiprocessors."""
+    """The grouped GEMM, with a grid that leaves the communication blocks beside it their multiprocessors."""
     kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
     world = workspace.world
     schedule = pick(operators.problem_of(rows, w, gate, epilogue), hardware_of(world.device))
-    num_programs = min(schedule.num_programs, world.num_sms - workspace.num_comm_blocks)
+    num_programs = min(schedule.num_programs, world.num_sms - num_comm_blocks)
     hooks = kernel.hooks_of(gate, epilogue)
     kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
 
@@ -197,10 +194,14 @@ def launch_combine(
     base: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Communication blocks that wait for row blocks of all ranks and sum."""
+    """Blocks that wait for row blocks of all ranks and sum: no more than the rank has multiprocessors, because GEMMs of
+    other emulated ranks need theirs while these wait for them."""
     kernels = importlib.import_module("tilecrew.moe.kernel_gemm_combine")
     world, results = workspace.world, workspace.results
-    kernels.combine_kernel[(workspace.num_comm_blocks,)](
+    # By the capacity: a kernel for each number of tokens would have to be loaded while others wait.
+    options = combine_options(workspace.sizes.capacity, out.shape[1], world.num_sms)
+    num_pieces = -(-out.shape[0] // options["TOKENS"]) * -(-out.shape[1] // options["COLUMNS"])
+    kernels.combine_kernel[(max(1, min(num_pieces, world.num_sms)),)](
         (results.local, results.offsets, routing.combine_indices, weights, base, out),
         workspace.epoch,
         workspace.slots.cells.local,
@@ -212,7 +213,7 @@ def launch_combine(
         out.shape[1],
         host_signal.nanoseconds(world),
         TOP_K=workspace.sizes.top_k,
-        **COMBINE,
+        **options,
     )
 
 

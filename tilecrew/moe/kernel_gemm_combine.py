@@ -1,26 +1,30 @@
-"""Results of the experts back to their tokens: told by the grouped GEMM's epilogue, pulled and summed beside it.
+"""Results of the experts back to their tokens: told by the grouped GEMM's epilogue, pulled and summed behind it.
 
 Computes    out[t] = sum over k, in order, of weights[t, k] * y of rank r [p] + base[t],  (r, p) = indices[t * K + k]
             in float32, rounded once; (-1, -1) is skipped, whatever its weight is                        (README, 2)
             weights and base may be None: factor one, and nothing to add.
 
 Roles       the GEMM's consumers (notify_sources, the `landed` of an epilogue), and combine blocks: block b walks the
-            tokens b, b + blocks, ...
+            pieces b, b + blocks, ... of TOKENS tokens and COLUMNS columns
 Hand-offs   arrivals[row block of 128] (scope gpu): elects the call that brings a row block's last columns
             slots[row block][r] of every rank (scope sys), written by rank r alone <- the epoch -> combine blocks
 Timeline    GEMM        [tile] rows are in global memory -> count -> [last of the row block] fence -> release to all
-            combine     [token] wait for the slots of its K rows -> barrier of the block -> [columns] load K rows,
-                        add in the order of k -> round once, store
+            combine     [piece] look at the slots of all its rows at once, wait for those that are not there ->
+                        barrier of the block -> all K rows of all its tokens in flight, added in the order of k ->
+                        round once, store
 
-The GEMM never waits for combine blocks; these wait for GEMMs only. Which of them comes first changes no bit: sums go
-in the order of k. Peers' rows are loaded past the L1 cache. Tokens whose wait has failed become NaN.
+The GEMM never waits for combine blocks; these wait for GEMMs only, those of other ranks: that of the own rank has ended
+when they begin. They do not run beside it, because a token's last row lands near the end: of K rows, which are spread
+over all experts, the last one comes when K / (K + 1) of the experts are done, and multiprocessors that wait for it are
+missing in the product. Which row comes first changes no bit: sums go in the order of k. Peers' rows are loaded past
+the L1 cache. Tokens whose wait has failed become NaN.
 """
 
 import triton
 import triton.language as tl
 
 from tilecrew.device.compat import gl, gluon
-from tilecrew.device.signal import fence, peer_pointer, store_release
+from tilecrew.device.signal import fence, is_reached, load_acquire, peer_pointer, store_release
 from tilecrew.grouped_gemm.kernel_epilogues import is_last_call
 from tilecrew.parallel.kernel_signal import wait_for_rank
 
@@ -54,6 +58,7 @@ def combine_kernel(
     num_columns,
     timeout,
     TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """tensors: y [P, num_columns] of this rank, the offsets of all, indices [T * K, 2], weights [T, K] float32 or None,
@@ -61,41 +66,73 @@ def combine_kernel(
     y, offsets, indices, weights, base, out = tensors
     expected = tl.load(epoch)
     is_well = expected == expected
-    for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
-        first = tl.cast(token, tl.int64) * TOP_K
-        for route in range(first, first + TOP_K):
-            writer = tl.load(indices + 2 * route)
-            if writer >= 0:
-                block = tl.load(indices + 2 * route + 1) // ROW_BLOCK
-                flag = slots + block * size + writer
-                is_well &= wait_for_rank(flag, expected, block, writer, control, control_offsets, rank, size, timeout)
-        tl.debug_barrier()
-        target = tl.cast(token, tl.int64) * num_columns
-        for begin in range(0, num_columns, COLUMNS):
-            column = begin + tl.arange(0, COLUMNS)
-            exists = column // 8 < num_columns // 8
-            total = tl.zeros([COLUMNS], tl.float32)
-            if TOP_K <= MAX_UNROLLED_ROUTES:
-                for k in tl.static_range(TOP_K):
-                    total = add_route(total, y, offsets, indices, weights, first + k, column, exists, num_columns)
-            else:
-                for k in range(TOP_K):
-                    total = add_route(total, y, offsets, indices, weights, first + k, column, exists, num_columns)
-            if base is not None:
-                total += tl.load(base + target + column, mask=exists, other=0.0).to(tl.float32)
-            total = tl.where(is_well, total, float("nan"))
-            tl.store(out + target + column, total.to(out.dtype.element_ty), mask=exists)
+    pieces_of_tokens = tl.cdiv(num_columns, COLUMNS)
+    num_pieces = tl.cdiv(num_tokens, TOKENS) * pieces_of_tokens
+    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        token = piece // pieces_of_tokens * TOKENS + tl.arange(0, TOKENS)
+        is_token = token < num_tokens
+        is_well &= wait_for_rows(
+            (slots, expected, control, control_offsets, rank, size, timeout), indices, token, is_token, TOP_K
+        )
+        column = piece % pieces_of_tokens * COLUMNS + tl.arange(0, COLUMNS)
+        exists = is_token[:, None] & (column // 8 < num_columns // 8)[None, :]
+        total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        if TOP_K <= MAX_UNROLLED_ROUTES:
+            for k in tl.static_range(TOP_K):
+                route = token * TOP_K + k
+                total = add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns)
+        else:
+            for k in range(TOP_K):
+                route = token * TOP_K + k
+                total = add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns)
+        target = tl.multiple_of(token.to(tl.int64) * num_columns, 8)[:, None] + column[None, :]
+        if base is not None:
+            total += tl.load(base + target, mask=exists, other=0.0).to(tl.float32)
+        total = tl.where(is_well, total, float("nan"))
+        tl.store(out + target, total.to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def add_route(total, y, offsets, indices, weights, route, column, exists, num_columns):
-    rank = tl.load(indices + 2 * route)
-    row = tl.load(indices + 2 * route + 1)
+def wait_for_rows(flags, indices, token, is_token, TOP_K: tl.constexpr):
+    """Waits for the row blocks of all routes of the tokens; whether all came. flags: slots, epoch, and what
+    `wait_for_rank` takes."""
+    slots, expected, control, control_offsets, rank, size, timeout = flags
+    k = tl.arange(0, triton.next_power_of_2(TOP_K))
+    route = token[:, None] * TOP_K + k[None, :]
+    mask = is_token[:, None] & (k < TOP_K)[None, :]
+    writer = tl.load(indices + 2 * route, mask=mask, other=-1)
+    block = tl.load(indices + 2 * route + 1, mask=mask, other=0) // ROW_BLOCK
+    is_route = writer >= 0
+    place = tl.where(is_route, block * size + writer, 0)
+    is_well = expected == expected
+    missing = last_missing(slots, place, is_route, expected)
+    while (missing >= 0) & is_well:
+        # What comes last, most likely: then the others are there.
+        is_well = wait_for_rank(
+            slots + missing, expected, missing // size, missing % size, control, control_offsets, rank, size, timeout
+        )
+        missing = last_missing(slots, place, is_route, expected)
+    tl.debug_barrier()
+    return is_well
+
+
+@triton.jit
+def last_missing(slots, place, is_route, expected):
+    """The largest place of a slot that has not reached the epoch; -1: all have."""
+    is_missing = is_route & (is_reached(load_acquire(slots + place, "sys"), expected) == 0)
+    return tl.max(tl.max(tl.where(is_missing, place, -1), 1), 0)
+
+
+@triton.jit
+def add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns):
+    rank = tl.load(indices + 2 * route, mask=is_token, other=-1)
+    row = tl.load(indices + 2 * route + 1, mask=is_token, other=0)
     is_route = rank >= 0
     address = y.to(tl.int64) + tl.load(offsets + tl.maximum(rank, 0))
     first = tl.multiple_of(address.to(y.dtype), 16)
     source = tl.multiple_of(first + tl.maximum(row, 0).to(tl.int64) * num_columns, 16)
-    values = tl.load(source + column, mask=exists & is_route, other=0.0, cache_modifier=".cg").to(tl.float32)
+    mask = exists & is_route[:, None]
+    values = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     if weights is not None:
-        values *= tl.load(weights + route, mask=is_route, other=0.0)
+        values *= tl.load(weights + route, mask=is_route, other=0.0)[:, None]
     return total + values
