@@ -103,7 +103,7 @@ class Rank:
         self.out = None
 
     def route(self, world):
-        self.routing = self.workspace.share_tokens(*self.tokens).routing
+        self.routing = self.workspace.share_tokens(*self.tokens)
 
     def dispatch_gemm(self, world):
         self.workspace.counters.zero_()

@@ -87,7 +87,7 @@ def steps(worlds, case, inputs):
 
     def share(world):
         own, workspace = inputs[world.rank], world.workspaces[case.sizes]
-        kept[world.rank] = workspace, own, workspace.share_tokens(own.x, own.ids, own.weights).routing
+        kept[world.rank] = workspace, own, workspace.share_tokens(own.x, own.ids, own.weights)
 
     def dispatch(world):
         workspace, own, routing = kept[world.rank]

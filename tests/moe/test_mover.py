@@ -77,6 +77,7 @@ def launch_of(size, num_columns, num_programs, mover=crew_mover.move_rows, rank=
         ),
         mover_slots=schedule.MOVER_SLOTS,
         mover_columns=schedule.MOVER_COLUMNS,
+        mover_warps=schedule.MOVER_WARPS,
     )  # fmt: skip
     launch = kernel_grouped_gemm.launch(
         rows, w, routing.offs, out, sizes_of(WIDE, 2), num_programs, hooks, writes_tail=False

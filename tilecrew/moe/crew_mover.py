@@ -1,16 +1,18 @@
-"""The mover: one warp in every block of the grouped GEMM that brings rows from all ranks while the others multiply.
+"""The mover: two warps in every block of the grouped GEMM that bring rows from all ranks while the others multiply.
 
 Computes     rows[p] = x of rank r [t],  (r, t) = indices[p];  zeros where it is (-1, -1)                  (README, 1)
-Roles        one warp of the GEMM's blocks, beside its load role and consumers (kernel_grouped_gemm)
+Roles        two warps of the GEMM's blocks, beside its load role and consumers (kernel_grouped_gemm)
 Hand-offs    counters[row block of 128] (scope gpu) += rows that have landed, padding too -> CountGate of the GEMM, of
              any block. The mover itself waits for nothing but its own copies, and never for the GEMM.
-Timeline     [piece of 2 KB] asynchronous copy of piece i into slot i mod 8 -> [last piece of a row] where the next row
-             comes from, and the indices of the row behind it -> wait for piece i - 7 -> slot -> registers -> store ->
-             [last piece of a chunk of rows] proxy fence (TMA will read them) -> barrier of the warp -> release
+Timeline     [piece of 2 KB] asynchronous copy into the next of 7 slots -> [last piece of a row] where the next row
+             comes from, and the indices of the row behind it -> wait for the copy of six pieces before -> slot ->
+             registers -> store -> [last piece of a chunk of rows] proxy fence (TMA will read them) -> barrier ->
+             release
 
 Block b moves the chunks b, b + blocks, ... of CHUNK rows, so that row blocks are complete in the order in which tiles
-need them. A release waits until all stores before it can be seen: one for CHUNK rows. Copies go past the L1 cache.
-Where a wait of the world has failed rows become NaN, and are counted.
+need them. A release waits until all stores before it can be seen: one for CHUNK rows. Every thread reads from a slot
+what it has copied there itself, so slots need no barrier. Copies go past the L1 cache. Where a wait of the world has
+failed rows become NaN, and are counted.
 """
 
 from tilecrew.device.compat import (
@@ -25,18 +27,18 @@ from tilecrew.device.signal import add_release, fence_proxy_async, load_acquire,
 from tilecrew.moe.schedule import MOVER_COLUMNS, MOVER_SLOTS
 
 ROW_BLOCK = gl.constexpr(128)
-CHUNK = gl.constexpr(4)  # rows; a power of two
+CHUNK = gl.constexpr(8)  # rows; a power of two
 SLOTS = gl.constexpr(MOVER_SLOTS)
 COLUMNS = gl.constexpr(MOVER_COLUMNS)  # of a piece
 
 
 @gluon.jit
 def move_rows(slots, tensors):
-    """slots: [8, 1024] in shared memory. tensors: x of this rank, offsets of all ranks', indices [P, 2], offs, [2]
+    """slots: [7, 1024] in shared memory. tensors: x of this rank, offsets of all ranks', indices [P, 2], offs, [2]
     int32 (number of experts, columns), rows, counters, control block of the world."""
     x, offsets, indices, offs, sizes, rows, counters, control = tensors
     is_well = load_acquire(control, "sys") == 0
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     num_columns = gl.load(sizes + 1)
     num_rows = gl.load(offs + gl.load(sizes) - 1)
     pieces_of_row = gl.cdiv(num_columns, COLUMNS)
@@ -50,15 +52,16 @@ def move_rows(slots, tensors):
     source = row_of_peer(x, offsets, rank, token, num_columns)
     next_row = row_after(block * CHUNK, num_blocks)
     next_rank, next_token = load_indices(indices, next_row, num_rows)
-    piece = 0
-    stored_row, stored_piece = block * CHUNK, 0
+    piece, slot = 0, 0
+    stored_row, stored_piece, stored_slot = block * CHUNK, 0, 0
     for index in range(num_pieces + AHEAD):
         # Behind the last piece, groups without copies keep the count.
         is_left = column // 8 < (num_columns - piece * COLUMNS) // 8
         mask = is_left & (rank >= 0) & is_well & (index < num_pieces)
         pointers = gl.multiple_of(source + piece * COLUMNS, 16) + column
-        async_copy_to_shared(slots.index(index % SLOTS), pointers, mask=mask, cache_modifier=".cg")
+        async_copy_to_shared(slots.index(slot), pointers, mask=mask, cache_modifier=".cg")
         commit_copies()
+        slot = slot_after(slot)
         piece += 1
         if piece == pieces_of_row:
             piece = 0
@@ -67,10 +70,9 @@ def move_rows(slots, tensors):
             next_row = row_after(next_row, num_blocks)
             next_rank, next_token = load_indices(indices, next_row, num_rows)
         if index >= AHEAD:
-            wait_for_copies(SLOTS - 1)
-            barrier()
-            values = slots.index((index - AHEAD) % SLOTS).load(layout)
-            barrier()  # the slot is free for the copy that follows
+            wait_for_copies(AHEAD)
+            values = slots.index(stored_slot).load(layout)
+            stored_slot = slot_after(stored_slot)
             values = gl.where(is_well, values, gl.full_like(values, float("nan")))
             offset = stored_row.to(gl.int64) * num_columns + stored_piece * COLUMNS
             target = gl.multiple_of(rows + offset, 16)
@@ -84,6 +86,11 @@ def move_rows(slots, tensors):
                     add_release(counters + stored_row // ROW_BLOCK, CHUNK, "gpu")
                 stored_row = row_after(stored_row, num_blocks)
     wait_for_copies(0)
+
+
+@gluon.jit
+def slot_after(slot):
+    return gl.where(slot == SLOTS - 1, 0, slot + 1)
 
 
 @gluon.jit

@@ -103,7 +103,7 @@ class _ExpertParallelMoE(torch.autograd.Function):
         base: torch.Tensor | None,
     ) -> torch.Tensor:
         workspace, layout, keeps = options
-        routing, row_weights = workspace.share_tokens(x, topk_ids, weights)
+        routing = workspace.share_tokens(x, topk_ids, weights)
         num_rows, num_columns = workspace.num_rows, w_gate_up.shape[2]
         rows = x.new_empty(num_rows, x.shape[1])
         if layout == "interleaved" and not keeps:
@@ -115,7 +115,7 @@ class _ExpertParallelMoE(torch.autograd.Function):
             hidden = _activate(gate_up, layout)
         out = fused.gemm_combine(workspace, routing, hidden, w_down, weights, base, x.shape[0])
         if keeps:
-            ctx.save_for_backward(rows, gate_up, row_weights, w_gate_up, w_down)
+            ctx.save_for_backward(rows, gate_up, workspace.row_weights(routing), w_gate_up, w_down)
             ctx.workspace, ctx.layout, ctx.routing = workspace, layout, routing
         return out
 

@@ -2,6 +2,8 @@
 
 Computes
     dispatch    rows[p] = x of rank r [t],  (r, t) = indices[p];  zeros where it is (-1, -1)             (README, 1)
+    share       ids and route weights of this rank to where others read them, those of no expert as -1; counters of rows
+                to zero, and the next epoch
     tables      all_ids[r], all_weights[r] = ids and route weights of rank r
     values      out[t * K + k] = values of rank r [p],  (r, p) = indices[t * K + k];  0 where it is (-1, -1)
 
@@ -64,6 +66,33 @@ def dispatch_kernel(
         fence_proxy_async()
         tl.debug_barrier()
         add_release(counters + piece * ROWS // ROW_BLOCK, ROWS, "gpu")
+
+
+@triton.jit(do_not_specialize=["num_routes", "length", "num_experts", "num_counters"])
+def share_kernel(
+    ids,
+    weights,
+    shared_ids,
+    shared_weights,
+    counters,
+    epoch,
+    num_routes,
+    length,
+    num_experts,
+    num_counters,
+    BLOCK: tl.constexpr,
+):
+    """ids, weights [num_routes] of any dtypes -> shared_ids [length] int32, -1 behind the routes, and shared_weights;
+    counters [num_counters], epoch [1] int32."""
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = element < num_routes
+    expert = tl.load(ids + element, mask=exists, other=-1).to(tl.int64)
+    is_expert = (expert >= 0) & (expert < num_experts)
+    tl.store(shared_ids + element, tl.where(is_expert, expert, -1).to(tl.int32), mask=element < length)
+    tl.store(shared_weights + element, tl.load(weights + element, mask=exists, other=0.0), mask=exists)
+    tl.store(counters + element, 0, mask=element < num_counters)
+    if tl.program_id(0) == 0:
+        tl.store(epoch, tl.load(epoch) + 1)
 
 
 @triton.jit(do_not_specialize=["length"])

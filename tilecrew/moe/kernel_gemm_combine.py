@@ -5,12 +5,12 @@ Computes    out[t] = sum over k, in order, of weights[t, k] * y of rank r [p] + 
             weights and base may be None: factor one, and nothing to add.
 
 Roles       the GEMM's consumers (notify_sources, the `landed` of an epilogue), and combine blocks: block b walks the
-            pieces b, b + blocks, ... of TOKENS tokens and COLUMNS columns
+            groups b, b + blocks, ... of TOKENS tokens
 Hand-offs   arrivals[row block of 128] (scope gpu): elects the call that brings a row block's last columns
             slots[row block][r] of every rank (scope sys), written by rank r alone <- the epoch -> combine blocks
 Timeline    GEMM        [tile] rows are in global memory -> count -> [last of the row block] fence -> release to all
-            combine     [piece] look at the slots of all its rows at once, wait for those that are not there ->
-                        barrier of the block -> all K rows of all its tokens in flight, added in the order of k ->
+            combine     [group] look at the slots of all its rows at once, wait for those that are not there -> barrier
+                        of the block -> [columns] all K rows of all its tokens in flight, added in the order of k ->
                         round once, store
 
 The GEMM never waits for combine blocks; these wait for GEMMs only, those of other ranks: that of the own rank has ended
@@ -66,30 +66,30 @@ def combine_kernel(
     y, offsets, indices, weights, base, out = tensors
     expected = tl.load(epoch)
     is_well = expected == expected
-    pieces_of_tokens = tl.cdiv(num_columns, COLUMNS)
-    num_pieces = tl.cdiv(num_tokens, TOKENS) * pieces_of_tokens
-    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
-        token = piece // pieces_of_tokens * TOKENS + tl.arange(0, TOKENS)
+    for group in range(tl.program_id(0), tl.cdiv(num_tokens, TOKENS), tl.num_programs(0)):
+        token = group * TOKENS + tl.arange(0, TOKENS)
         is_token = token < num_tokens
         is_well &= wait_for_rows(
             (slots, expected, control, control_offsets, rank, size, timeout), indices, token, is_token, TOP_K
         )
-        column = piece % pieces_of_tokens * COLUMNS + tl.arange(0, COLUMNS)
-        exists = is_token[:, None] & (column // 8 < num_columns // 8)[None, :]
-        total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        if TOP_K <= MAX_UNROLLED_ROUTES:
-            for k in tl.static_range(TOP_K):
-                route = token * TOP_K + k
-                total = add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns)
-        else:
-            for k in range(TOP_K):
-                route = token * TOP_K + k
-                total = add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns)
-        target = tl.multiple_of(token.to(tl.int64) * num_columns, 8)[:, None] + column[None, :]
-        if base is not None:
-            total += tl.load(base + target, mask=exists, other=0.0).to(tl.float32)
-        total = tl.where(is_well, total, float("nan"))
-        tl.store(out + target, total.to(out.dtype.element_ty), mask=exists)
+        target = tl.multiple_of(token.to(tl.int64) * num_columns, 8)[:, None]
+        for begin in range(0, num_columns, COLUMNS):
+            column = begin + tl.arange(0, COLUMNS)
+            exists = is_token[:, None] & (column // 8 < num_columns // 8)[None, :]
+            total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+            if TOP_K <= MAX_UNROLLED_ROUTES:
+                for k in tl.static_range(TOP_K):
+                    route = token * TOP_K + k
+                    total = add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns)
+            else:
+                for k in range(TOP_K):
+                    route = token * TOP_K + k
+                    total = add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns)
+            place = target + column[None, :]
+            if base is not None:
+                total += tl.load(base + place, mask=exists, other=0.0).to(tl.float32)
+            total = tl.where(is_well, total, float("nan"))
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ class Tables(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Between the kernels: keys [W * T * K] of the routes, and of the experts what experts_kernel says."""
+    """Between the kernels: keys [W * T * K] of the routes, int32 or int64; of the experts what experts_kernel says."""
 
     keys: torch.Tensor
     bounds: torch.Tensor
@@ -55,7 +55,9 @@ def build(
 ) -> None:
     """Fills the tables of `rank`, whatever they held; topk_ids [W, T, K] with at least one route, contiguous."""
     sizes = sizes_of(topk_ids, num_experts, row_block)
-    keys = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int64)
+    # The largest key is below (E + 1) W T K. A sort of half as many bits takes half as many passes.
+    is_small = (num_experts + 1) * topk_ids.numel() < 2**31
+    keys = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32 if is_small else torch.int64)
     scratch = Scratch(keys, topk_ids.new_empty(2, sizes.search, dtype=torch.int64))
     shape = (keys.shape[0], keys.shape[0] // sizes.world_size, tables.row_routes.shape[0], rank)
     keys_launch(topk_ids, num_tokens, scratch, tables, shape, sizes).run()
@@ -155,7 +157,7 @@ def rows_kernel(sorted_keys, order, bounds, tables, shape, sizes: tl.constexpr):
     S: tl.constexpr = sizes.search
     N: tl.constexpr = sizes.block
     place = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    expert = tl.load(sorted_keys + place, mask=place < total, other=0) // total
+    expert = tl.load(sorted_keys + place, mask=place < total, other=0).to(tl.int64) // total
     is_route = (place < total) & (expert < E)
     expert = tl.where(is_route, expert, 0)
     owner = owner_of(expert, sizes.small, sizes.num_large)
@@ -197,7 +199,7 @@ def lower_bound(sorted_keys, target, total, steps, S: tl.constexpr):
     for _ in range(steps):
         is_open = low < high
         middle = (low + high) // 2
-        is_below = tl.load(sorted_keys + middle, mask=is_open, other=0) < target
+        is_below = tl.load(sorted_keys + middle, mask=is_open, other=0).to(tl.int64) < target
         low = tl.where(is_open & is_below, middle + 1, low)
         high = tl.where(is_open & (is_below == 0), middle, high)
     return low

@@ -10,16 +10,16 @@ from tilecrew._hardware import Hardware
 from tilecrew.grouped_gemm.schedule import Problem, supports
 
 DISPATCHES = ("warps", "blocks")
-MOVER_SLOTS = 8
+MOVER_SLOTS = 7  # with eight, tables of 256 experts would cost the GEMM a stage
 MOVER_COLUMNS = 1024  # elements of 16 bits: pieces of 2 KB
+MOVER_WARPS = 2
 MOVER_BYTES = MOVER_SLOTS * MOVER_COLUMNS * 2
 # Launches of blocks that move rows: there is one on a multiprocessor, and what it has in flight, here 64 KB, over the
 # two microseconds that a peer's memory is away is the speed of a multiprocessor.
 DISPATCH = {"ROWS": 32, "COLUMNS": 1024, "num_warps": 16}
 # The same for one route of the tokens of a piece; maxnreg: all that 16 warps can have.
-COMBINE_COLUMNS = 1024
-COMBINE = {"COLUMNS": COMBINE_COLUMNS, "num_warps": 16, "maxnreg": 128}
-MOST_COMBINE_TOKENS = 8
+COMBINE = {"COLUMNS": 1024, "num_warps": 16, "maxnreg": 128}
+MOST_COMBINE_TOKENS, MOST_COMBINE_ROWS = 8, 64
 
 
 def with_mover(problem: Problem) -> Problem:
@@ -43,10 +43,9 @@ def pick_dispatch(dispatch: str | None, problem: Problem, hardware: Hardware) ->
     return "blocks" if limit is not None else "warps"
 
 
-def combine_options(num_tokens: int, num_columns: int, num_blocks: int) -> dict[str, int]:
-    """Options of combine_kernel: as many tokens a piece, up to 8, as leave every block a piece."""
-    num_pieces_of_token = -(-num_columns // COMBINE_COLUMNS)
+def combine_options(num_tokens: int, top_k: int, num_blocks: int) -> dict[str, int]:
+    """Options of combine_kernel: groups of as many tokens as leave most blocks a group, and a thread its registers."""
     tokens = MOST_COMBINE_TOKENS
-    while tokens > 1 and num_tokens * num_pieces_of_token < tokens * num_blocks:
+    while tokens > 1 and (tokens * top_k > MOST_COMBINE_ROWS or 2 * num_tokens <= tokens * num_blocks):
         tokens //= 2
     return {**COMBINE, "TOKENS": tokens}

@@ -34,13 +34,6 @@ class MoESizes(NamedTuple):
         )
 
 
-class SharedRoutes(NamedTuple):
-    """The tables of a call, and the route weight of each of this rank's rows, [P] wide, 0 for padding."""
-
-    routing: Routing
-    row_weights: torch.Tensor
-
-
 class MoEWorkspace:
     """Buffers and flags of one rank for mixture-of-experts layers of certain sizes; layers of the same sizes share it.
 
@@ -124,33 +117,40 @@ class MoEWorkspace:
             )
         return cls(world, sizes)
 
-    def share_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor) -> SharedRoutes:
+    def share_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor) -> Routing:
         """Collective: every rank's x [T, H], ids and wide weights [T, K] are there for all ranks -> this rank's tables.
 
         Ids outside of -1 to E - 1 become -1.
         """
-        num_tokens = x.shape[0]
-        wide_ids = topk_ids.to(torch.int64)
-        wide_ids = torch.where((wide_ids >= 0) & (wide_ids < self.sizes.num_experts), wide_ids, -1)
-        self._begin()
-        self.tokens.local[:num_tokens].copy_(x)
-        self.ids.local.fill_(-1)
-        self.ids.local[:num_tokens].copy_(wide_ids)
-        self.weights.local[:num_tokens].copy_(weights)
+        self._barrier()
+        self.tokens.local[: x.shape[0]].copy_(x)
+        if self.is_gpu:
+            self._share_routes(topk_ids.contiguous(), weights)
+        else:
+            wide_ids = topk_ids.to(torch.int64)
+            self.ids.local.fill_(-1)
+            self.ids.local[: x.shape[0]] = torch.where(
+                (wide_ids >= 0) & (wide_ids < self.sizes.num_experts), wide_ids, -1
+            )
+            self.weights.local[: x.shape[0]].copy_(weights)
+            self._next_epoch()
         self._barrier()
         self._gather_tables()
-        routing = build_routing(
+        return build_routing(
             self._all_ids, num_experts=self.sizes.num_experts, rank=self.world.rank, row_block=ROW_BLOCK
         )
+
+    def row_weights(self, routing: Routing) -> torch.Tensor:
+        """The route weight of each of this rank's rows, [P] wide, 0 for padding; behind its `share_tokens`."""
         if self.num_rows == 0:
-            return SharedRoutes(routing, self._all_weights.new_zeros(0))
-        is_row = routing.row_routes >= 0
+            return self._all_weights.new_zeros(0)
         found = self._all_weights.flatten()[routing.row_routes.clamp_min(0)]
-        return SharedRoutes(routing, torch.where(is_row, found, 0))
+        return torch.where(routing.row_routes >= 0, found, 0)
 
     def share_gradients(self, d_out: torch.Tensor) -> None:
         """Collective: every rank's d_out [T, H] is there for all ranks, in the place of x."""
-        self._begin()
+        self._barrier()  # nobody still reads what the exchange before has left
+        self._next_epoch()
         self.tokens.local[: d_out.shape[0]].copy_(d_out)
         self._barrier()
 
@@ -160,11 +160,25 @@ class MoEWorkspace:
         for tensor in (self.tokens, self.ids, self.weights, self.results, self.row_values, self.slots):
             tensor.destroy()
 
-    def _begin(self) -> None:
-        """Nobody still reads what the exchange before has left; a new epoch, and counters at zero."""
-        self._barrier()
+    def _next_epoch(self) -> None:
         self.epoch.add_(1)
         self.counters.zero_()
+
+    def _share_routes(self, topk_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        length, num_counters = self.ids.local.numel(), self.counters.numel()
+        dispatch_kernels().share_kernel[(-(-max(length, num_counters) // 1024),)](
+            topk_ids,
+            weights,
+            self.ids.local,
+            self.weights.local,
+            self.counters,
+            self.epoch,
+            topk_ids.numel(),
+            length,
+            self.sizes.num_experts,
+            num_counters,
+            BLOCK=1024,
+        )
 
     def _barrier(self) -> None:
         if not self._is_loading:
