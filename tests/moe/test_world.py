@@ -98,14 +98,14 @@ def stalls(world):
                 time.sleep(0.01)
         world_cases.forward(world, case)
     except WaitError as error:
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 30
         return error.rank, tuple(error.record), str(error)
     return None
 
 
 def test_a_rank_that_stalls_ends_in_an_error_on_all():
     with pytest.raises(ProcessesError) as error:
-        run_processes(stalls_and_raises, 3, timeout_seconds=1.0)
+        run_processes(stalls_and_raises, 3, timeout_seconds=4.0)
     assert set(error.value.errors) == {0, 1, 2}
     for text in error.value.errors.values():
         assert "WaitError" in text
