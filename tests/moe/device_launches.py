@@ -29,7 +29,7 @@ SECOND = 10**9
 
 def combine(weights, base, top_k, capacity=8192):
     tensors = (HALF, I64, I32, weights, base, HALF)
-    arguments = (tensors, I32, I32, I32, I64, 0, 2, 128, 64, SECOND)
+    arguments = (tensors, (I32, I32, I32, I64), 0, 2, 128, 64, SECOND)
     options = {**schedule.combine_options(capacity, top_k, H200.num_sms), "TOP_K": top_k}
     return Launch(kernel_gemm_combine.combine_kernel, 1, arguments, options)
 
@@ -57,7 +57,6 @@ def gemm(notifies, has_mover=False, epilogue=None, transposed=False):
             mover_tensors=(x, I64, I32, offs, workspace.mover_sizes, HALF, workspace.counters, world.control.local),
             mover_slots=schedule.MOVER_SLOTS,
             mover_columns=schedule.MOVER_COLUMNS,
-            mover_warps=schedule.MOVER_WARPS,
         )
     out = x.new_empty(x.shape[0], 512 // hooks.shrink)
     return kernel_grouped_gemm.launch(x, w, offs, out, tiles, 2, hooks, writes_tail=False)

@@ -109,10 +109,7 @@ def combine(ranks, rank, epoch, weights, base, tokens=8):
     out = torch.full((NUM_TOKENS, COLUMNS), 7.0, dtype=torch.float16)
     kernel_gemm_combine.combine_kernel[(3,)](
         (y.local, y.offsets, routing.combine_indices, weights, base, out),
-        torch.tensor([epoch], dtype=torch.int32),
-        slots,
-        world.control.local,
-        world.control.offsets,
+        (torch.tensor([epoch], dtype=torch.int32), slots, world.control.local, world.control.offsets),
         rank,
         world.size,
         NUM_TOKENS,

@@ -26,8 +26,8 @@ def load_flag(pointer, SCOPE: gl.constexpr):
 
 
 @gluon.jit
-def part_of_one_tensor(pointer, offsets, rank):
-    return pointer + gl.load(offsets + rank) // 2
+def row_of_one_tensor(x, offset, token, num_columns):
+    return x + (offset // 2 + gl.maximum(token, 0).to(gl.int64) * num_columns)
 
 
 @gluon.jit
@@ -48,7 +48,7 @@ def nothing_to_wait_for(number: gl.constexpr):
 @pytest.fixture
 def simulated_words(monkeypatch):
     monkeypatch.setattr(crew_mover, "load_acquire", load_flag)
-    monkeypatch.setattr(crew_mover, "peer_pointer", part_of_one_tensor)
+    monkeypatch.setattr(crew_mover, "row_of_peer", row_of_one_tensor)
     monkeypatch.setattr(crew_mover, "async_copy_to_shared", copy_at_once)
     monkeypatch.setattr(crew_mover, "commit_copies", no_group)
     monkeypatch.setattr(crew_mover, "wait_for_copies", nothing_to_wait_for)
@@ -77,7 +77,6 @@ def launch_of(size, num_columns, num_programs, mover=crew_mover.move_rows, rank=
         ),
         mover_slots=schedule.MOVER_SLOTS,
         mover_columns=schedule.MOVER_COLUMNS,
-        mover_warps=schedule.MOVER_WARPS,
     )  # fmt: skip
     launch = kernel_grouped_gemm.launch(
         rows, w, routing.offs, out, sizes_of(WIDE, 2), num_programs, hooks, writes_tail=False

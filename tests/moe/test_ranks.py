@@ -22,6 +22,7 @@ from tilecrew.simulator import run
 
 SIZE, NUM_TOKENS, TOP_K, INNER, COLUMNS = 2, 20, 2, 72, 136
 EPOCH = -(2**31)  # behind 2^31 - 1
+FAR = tl.constexpr(2**24)
 
 
 @triton.jit
@@ -38,15 +39,15 @@ def look(pointer, SCOPE: tl.constexpr):
 
 
 @triton.jit
-def add_route_of_one_tensor(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns):
-    rank = tl.load(indices + 2 * route, mask=is_token, other=-1)
-    row = tl.load(indices + 2 * route + 1, mask=is_token, other=0)
-    is_route = rank >= 0
-    first = tl.load(offsets + tl.maximum(rank, 0)).to(tl.int32) // 2
-    source = y + (first + tl.maximum(row, 0) * num_columns)
-    mask = exists & is_route[:, None]
-    values = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    return total + values * tl.load(weights + route, mask=is_route, other=0.0)[:, None]
+def place_in_one_tensor(y, offsets, writer, row, num_columns):
+    first = tl.load(offsets + tl.maximum(writer, 0)).to(tl.int32) // 2
+    # Rows of rank 0 are in front of those of rank 1.
+    return tl.where(writer >= 0, first + row * num_columns + FAR, 0)
+
+
+@triton.jit
+def rows_in_one_tensor(y, address):
+    return y + (address - FAR)
 
 
 @pytest.fixture
@@ -56,7 +57,8 @@ def simulated_words(monkeypatch):
     monkeypatch.setattr(kernel_gemm_combine, "peer_pointer", part_of_one_vector)
     monkeypatch.setattr(kernel_gemm_combine, "load_acquire", look)
     monkeypatch.setattr(kernel_gemm_combine, "wait_for_rank", spin)
-    monkeypatch.setattr(kernel_gemm_combine, "add_route", add_route_of_one_tensor)
+    monkeypatch.setattr(kernel_gemm_combine, "address_of", place_in_one_tensor)
+    monkeypatch.setattr(kernel_gemm_combine, "rows_at", rows_in_one_tensor)
 
 
 def offsets_from(rank, tensor):
@@ -99,7 +101,7 @@ class Ranks:
         table, weights = self.routings[rank].combine_indices, self.weights[rank]
         tensors = (self.y[rank], offsets_from(rank, self.y), table, weights, None, self.out[rank])
         flags = (self.epoch, self.slots[rank], self.control, self.control)
-        arguments = (tensors, *flags, rank, SIZE, NUM_TOKENS, COLUMNS, 10**10)
+        arguments = (tensors, flags, rank, SIZE, NUM_TOKENS, COLUMNS, 10**10)
         options = {"TOP_K": TOP_K, "TOKENS": 4, "COLUMNS": 256, "num_warps": 4}
         return Launch(kernel_gemm_combine.combine_kernel, 2, arguments, options)
 

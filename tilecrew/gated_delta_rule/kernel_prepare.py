@@ -304,9 +304,7 @@ def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, scale, config
             invert_heads(KK, log2_decay, beta, inverse_desc, first_row, False, config)
     else:
         invert_heads(KK, log2_decay, beta, inverse_desc, first_row, config.split, config)
-    # The memory of an mbarrier is not for others, even behind its last wait: where the GPU turns to another process
-    # meanwhile, its eight bytes are written once more.
-    landed._keep_alive()
+    landed._keep_alive()  # else the compiler gives its memory to others, see aot.overlaid_barriers
     if config.for_scan:
         # The compiler does not know that TMA reads the tile meanwhile, and would give its memory to others.
         scores._keep_alive()

@@ -8,7 +8,7 @@ Roles                 warps  registers  job
     consumer 0 (default)  4     232     rows 0 to 63 of the tile: products, epilogue, stores
     consumer 1            4     232     rows 64 to 127 (absent where block_m is 64)
     load                  1      40     gate; TMA of x and w
-    mover                 1, 2   40     brings rows of x into place for all blocks (only where the caller gives one)
+    mover                 1      40     brings rows of x into place for all blocks (only where the caller gives one)
 
 Ring         producer -> consumers     full by            empty by            bytes x stages (128 x 256 tile)
     inputs   load -> consumer 0, 1     1 arrival + TMA    1 arrival each      48 KiB x 4
@@ -78,7 +78,7 @@ class GemmConfig:
     """What the kernel is compiled for. block_m is consumer_rows * num_consumers; piece_columns are those of a stored
     piece, after the epilogue; table_length as in TileSizes; writes_tail: rows behind the last offset become zeros;
     mover_slots,
-    mover_columns, mover_warps: slots of the mover, 0 without one, their elements, and its warps."""
+    mover_columns: slots of the mover, 0 without one, and their elements."""
 
     table_length: int
     num_consumers: int
@@ -100,7 +100,6 @@ class GemmConfig:
     writes_tail: bool
     mover_slots: int
     mover_columns: int
-    mover_warps: int
 
 
 class Pointers(NamedTuple):
@@ -120,9 +119,8 @@ class Hooks(NamedTuple):
     shrink       accumulator columns per output column
     keeps_zero   the epilogue makes zeros of zeros, so that rows behind the last offset need no selection
     landed       what is called behind the stores of a tile; None: nothing, and nothing waits for them
-    mover        mover(slots, mover_tensors): what mover_warps warps of their own do in every block; slots: elements
-                 of x in shared memory, [mover_slots, mover_columns]. Only in kernels of two consumers, whose tiles
-                 leave that room.
+    mover        mover(slots, mover_tensors): what a warp of its own does in every block; slots: elements of x in shared
+                 memory, [mover_slots, mover_columns]. Only in kernels of two consumers, whose tiles leave that room.
     """
 
     gate: object = no_gate
@@ -138,7 +136,6 @@ class Hooks(NamedTuple):
     mover_tensors: tuple = ()
     mover_slots: int = 0
     mover_columns: int = 0
-    mover_warps: int = 1
 
 
 def hooks_of(gate, epilogue) -> Hooks:
@@ -204,7 +201,6 @@ def launch(
         writes_tail=writes_tail,
         mover_slots=hooks.mover_slots,
         mover_columns=hooks.mover_columns,
-        mover_warps=hooks.mover_warps,
     )
     args = (
         matrix_descriptor(_with_row_stride(x), sizes.consumer_rows, sizes.block_k),
@@ -270,7 +266,7 @@ def grouped_gemm_kernel(
                 (load_role, (tiles, inputs, walk, x_desc, w_desc, pointers, gate, config)),
                 (mover_role, (mover_slots(x_desc.dtype, config), pointers, mover)),
             ],
-            [4, 1, config.mover_warps],
+            [4, 1, 1],
             [config.consumer_registers, config.load_registers, config.load_registers],
         )
     elif config.num_consumers == 2:

@@ -1,11 +1,11 @@
-"""The mover: two warps in every block of the grouped GEMM that bring rows from all ranks while the others multiply.
+"""The mover: a warp in every block of the grouped GEMM that brings rows from all ranks while the others multiply.
 
 Computes     rows[p] = x of rank r [t],  (r, t) = indices[p];  zeros where it is (-1, -1)                  (README, 1)
-Roles        two warps of the GEMM's blocks, beside its load role and consumers (kernel_grouped_gemm)
+Roles        one warp of the GEMM's blocks, beside its load role and consumers (kernel_grouped_gemm)
 Hand-offs    counters[row block of 128] (scope gpu) += rows that have landed, padding too -> CountGate of the GEMM, of
              any block. The mover itself waits for nothing but its own copies, and never for the GEMM.
 Timeline     [piece of 2 KB] asynchronous copy into the next of 7 slots -> [last piece of a row] where the next row
-             comes from, and the indices of the row behind it -> wait for the copy of six pieces before -> slot ->
+             comes from, the offset of the row behind it, and the indices of the one after that -> wait for the copy of six pieces before -> slot ->
              registers -> store -> [last piece of a chunk of rows] proxy fence (TMA will read them) -> barrier ->
              release
 
@@ -23,7 +23,7 @@ from tilecrew.device.compat import (
     gluon,
     wait_for_copies,
 )
-from tilecrew.device.signal import add_release, fence_proxy_async, load_acquire, peer_pointer
+from tilecrew.device.signal import add_release, fence_proxy_async, load_acquire
 from tilecrew.moe.schedule import MOVER_COLUMNS, MOVER_SLOTS
 
 ROW_BLOCK = gl.constexpr(128)
@@ -47,11 +47,16 @@ def move_rows(slots, tensors):
     num_pieces = num_chunks * CHUNK * pieces_of_row
     column = gl.arange(0, COLUMNS, layout)
     AHEAD: gl.constexpr = SLOTS - 1
-    # The row whose pieces set out, and what is known of the one after it: its indices are loaded a row ahead.
+    # Of the row whose pieces set out, its rank and place; of the one after it, rank, token and its rank's offset; of the
+    # one after that, rank and token. So nothing waits for what it has just loaded: acquires of the load role empty the
+    # L1 cache all the time.
     rank, token = load_indices(indices, block * CHUNK, num_rows)
-    source = row_of_peer(x, offsets, rank, token, num_columns)
-    next_row = row_after(block * CHUNK, num_blocks)
-    next_rank, next_token = load_indices(indices, next_row, num_rows)
+    source = row_of_peer(x, load_offset(offsets, rank), token, num_columns)
+    last_row = row_after(block * CHUNK, num_blocks)
+    next_rank, next_token = load_indices(indices, last_row, num_rows)
+    next_offset = load_offset(offsets, next_rank)
+    last_row = row_after(last_row, num_blocks)
+    last_rank, last_token = load_indices(indices, last_row, num_rows)
     piece, slot = 0, 0
     stored_row, stored_piece, stored_slot = block * CHUNK, 0, 0
     for index in range(num_pieces + AHEAD):
@@ -66,9 +71,11 @@ def move_rows(slots, tensors):
         if piece == pieces_of_row:
             piece = 0
             rank = next_rank
-            source = row_of_peer(x, offsets, next_rank, next_token, num_columns)
-            next_row = row_after(next_row, num_blocks)
-            next_rank, next_token = load_indices(indices, next_row, num_rows)
+            source = row_of_peer(x, next_offset, next_token, num_columns)
+            next_rank, next_token = last_rank, last_token
+            next_offset = load_offset(offsets, last_rank)
+            last_row = row_after(last_row, num_blocks)
+            last_rank, last_token = load_indices(indices, last_row, num_rows)
         if index >= AHEAD:
             wait_for_copies(AHEAD)
             values = slots.index(stored_slot).load(layout)
@@ -109,6 +116,12 @@ def load_indices(indices, row, num_rows):
 
 
 @gluon.jit
-def row_of_peer(x, offsets, rank, token, num_columns):
-    """Where the token's row begins in that rank's memory; anywhere inside, where there is none."""
-    return peer_pointer(x, offsets, gl.maximum(rank, 0)) + gl.maximum(token, 0).to(gl.int64) * num_columns
+def load_offset(offsets, rank):
+    return gl.load(offsets + gl.maximum(rank, 0))
+
+
+@gluon.jit
+def row_of_peer(x, offset, token, num_columns):
+    """Where the token's row begins in the memory of the rank with that offset; anywhere inside, where there is none."""
+    address = x.to(gl.int64) + offset
+    return address.to(x.dtype) + gl.maximum(token, 0).to(gl.int64) * num_columns

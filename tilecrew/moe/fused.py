@@ -18,7 +18,7 @@ from tilecrew.grouped_gemm import operators
 from tilecrew.grouped_gemm.hooks import CountGate, Epilogue, Gate, Identity
 from tilecrew.grouped_gemm.schedule import pick
 from tilecrew.moe.routing import ROW_BLOCK, Routing
-from tilecrew.moe.schedule import DISPATCH, MOVER_COLUMNS, MOVER_SLOTS, MOVER_WARPS, combine_options, with_mover
+from tilecrew.moe.schedule import DISPATCH, MOVER_COLUMNS, MOVER_SLOTS, combine_options, with_mover
 from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
 from tilecrew.parallel import host_signal
 
@@ -182,7 +182,6 @@ def launch_gemm_with_movers(
         ),
         mover_slots=MOVER_SLOTS,
         mover_columns=MOVER_COLUMNS,
-        mover_warps=MOVER_WARPS,
     )
     num_programs = min(schedule.num_programs, world.num_sms)
     kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
@@ -204,10 +203,7 @@ def launch_combine(
     num_groups = -(-out.shape[0] // options["TOKENS"])
     kernels.combine_kernel[(max(1, min(num_groups, world.num_sms)),)](
         (results.local, results.offsets, routing.combine_indices, weights, base, out),
-        workspace.epoch,
-        workspace.slots.cells.local,
-        world.control.local,
-        world.control.offsets,
+        (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets),
         world.rank,
         world.size,
         out.shape[0],

@@ -48,10 +48,7 @@ def notify_sources(row_block, column_block, num_rows, num_calls, tensors):
 @triton.jit(do_not_specialize=["rank", "size", "num_tokens", "timeout"])
 def combine_kernel(
     tensors,
-    epoch,
-    slots,
-    control,
-    control_offsets,
+    flags,
     rank,
     size,
     num_tokens,
@@ -62,48 +59,47 @@ def combine_kernel(
     COLUMNS: tl.constexpr,
 ):
     """tensors: y [P, num_columns] of this rank, the offsets of all, indices [T * K, 2], weights [T, K] float32 or None,
-    base [T, num_columns] or None, out [T, num_columns]."""
+    base [T, num_columns] or None, out [T, num_columns]. flags: epoch, slots, control block of the world, its offsets."""
     y, offsets, indices, weights, base, out = tensors
+    epoch, slots, control, control_offsets = flags
     expected = tl.load(epoch)
     is_well = expected == expected
+    k = tl.arange(0, triton.next_power_of_2(TOP_K))
     for group in range(tl.program_id(0), tl.cdiv(num_tokens, TOKENS), tl.num_programs(0)):
         token = group * TOKENS + tl.arange(0, TOKENS)
         is_token = token < num_tokens
-        is_well &= wait_for_rows(
-            (slots, expected, control, control_offsets, rank, size, timeout), indices, token, is_token, TOP_K
-        )
+        route = token[:, None] * TOP_K + k[None, :]
+        exists = is_token[:, None] & (k < TOP_K)[None, :]
+        writer = tl.load(indices + 2 * route, mask=exists, other=-1)
+        row = tl.load(indices + 2 * route + 1, mask=exists, other=0)
+        is_well &= wait_for_rows(slots, expected, writer, row, control, control_offsets, rank, size, timeout)
+        address = address_of(y, offsets, writer, row, num_columns)
+        factor = tl.full([TOKENS, k.shape[0]], 1.0, tl.float32)
+        if weights is not None:
+            factor = tl.load(weights + route, mask=writer >= 0, other=0.0)
         target = tl.multiple_of(token.to(tl.int64) * num_columns, 8)[:, None]
         for begin in range(0, num_columns, COLUMNS):
             column = begin + tl.arange(0, COLUMNS)
-            exists = is_token[:, None] & (column // 8 < num_columns // 8)[None, :]
+            mask = is_token[:, None] & (column // 8 < num_columns // 8)[None, :]
             total = tl.zeros([TOKENS, COLUMNS], tl.float32)
             if TOP_K <= MAX_UNROLLED_ROUTES:
-                for k in tl.static_range(TOP_K):
-                    route = token * TOP_K + k
-                    total = add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns)
+                for number in tl.static_range(TOP_K):
+                    total = add_route(total, y, address, factor, k == number, column, mask)
             else:
-                for k in range(TOP_K):
-                    route = token * TOP_K + k
-                    total = add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns)
+                for number in range(TOP_K):
+                    total = add_route(total, y, address, factor, k == number, column, mask)
             place = target + column[None, :]
             if base is not None:
-                total += tl.load(base + place, mask=exists, other=0.0).to(tl.float32)
+                total += tl.load(base + place, mask=mask, other=0.0).to(tl.float32)
             total = tl.where(is_well, total, float("nan"))
-            tl.store(out + place, total.to(out.dtype.element_ty), mask=exists)
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def wait_for_rows(flags, indices, token, is_token, TOP_K: tl.constexpr):
-    """Waits for the row blocks of all routes of the tokens; whether all came. flags: slots, epoch, and what
-    `wait_for_rank` takes."""
-    slots, expected, control, control_offsets, rank, size, timeout = flags
-    k = tl.arange(0, triton.next_power_of_2(TOP_K))
-    route = token[:, None] * TOP_K + k[None, :]
-    mask = is_token[:, None] & (k < TOP_K)[None, :]
-    writer = tl.load(indices + 2 * route, mask=mask, other=-1)
-    block = tl.load(indices + 2 * route + 1, mask=mask, other=0) // ROW_BLOCK
+def wait_for_rows(slots, expected, writer, row, control, control_offsets, rank, size, timeout):
+    """Waits for the row blocks of all routes (writer, row) [tokens, K]; whether all came."""
     is_route = writer >= 0
-    place = tl.where(is_route, block * size + writer, 0)
+    place = tl.where(is_route, row // ROW_BLOCK * size + writer, 0)
     is_well = expected == expected
     missing = last_missing(slots, place, is_route, expected)
     while (missing >= 0) & is_well:
@@ -124,15 +120,25 @@ def last_missing(slots, place, is_route, expected):
 
 
 @triton.jit
-def add_route(total, y, offsets, indices, weights, route, is_token, column, exists, num_columns):
-    rank = tl.load(indices + 2 * route, mask=is_token, other=-1)
-    row = tl.load(indices + 2 * route + 1, mask=is_token, other=0)
-    is_route = rank >= 0
-    address = y.to(tl.int64) + tl.load(offsets + tl.maximum(rank, 0))
-    first = tl.multiple_of(address.to(y.dtype), 16)
-    source = tl.multiple_of(first + tl.maximum(row, 0).to(tl.int64) * num_columns, 16)
-    mask = exists & is_route[:, None]
-    values = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-    if weights is not None:
-        values *= tl.load(weights + route, mask=is_route, other=0.0)[:, None]
-    return total + values
+def address_of(y, offsets, writer, row, num_columns):
+    """Where the rows of routes begin, as numbers; 0 for no route."""
+    first = y.to(tl.int64) + tl.load(offsets + tl.maximum(writer, 0))
+    address = (first.to(y.dtype) + row.to(tl.int64) * num_columns).to(tl.int64)
+    return tl.where(writer >= 0, address, 0)
+
+
+@triton.jit
+def rows_at(y, address):
+    return tl.multiple_of(address.to(y.dtype), 16)
+
+
+@triton.jit
+def add_route(total, y, address, factor, is_it, column, mask):
+    """total + factor * row of one route of each token. What is chosen here stays the same for all columns: the
+    compiler takes it out of their loop, where only the rows themselves are loaded."""
+    chosen = tl.sum(tl.where(is_it[None, :], address, 0), 1)
+    first = rows_at(y, chosen)
+    values = tl.load(
+        first[:, None] + column[None, :], mask=mask & (chosen != 0)[:, None], other=0.0, cache_modifier=".cg"
+    )
+    return total + values.to(tl.float32) * tl.sum(tl.where(is_it[None, :], factor, 0.0), 1)[:, None]

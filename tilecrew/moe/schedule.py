@@ -12,14 +12,13 @@ from tilecrew.grouped_gemm.schedule import Problem, supports
 DISPATCHES = ("warps", "blocks")
 MOVER_SLOTS = 7  # with eight, tables of 256 experts would cost the GEMM a stage
 MOVER_COLUMNS = 1024  # elements of 16 bits: pieces of 2 KB
-MOVER_WARPS = 2
 MOVER_BYTES = MOVER_SLOTS * MOVER_COLUMNS * 2
 # Launches of blocks that move rows: there is one on a multiprocessor, and what it has in flight, here 64 KB, over the
 # two microseconds that a peer's memory is away is the speed of a multiprocessor.
 DISPATCH = {"ROWS": 32, "COLUMNS": 1024, "num_warps": 16}
 # The same for one route of the tokens of a piece; maxnreg: all that 16 warps can have.
-COMBINE = {"COLUMNS": 1024, "num_warps": 16, "maxnreg": 128}
-MOST_COMBINE_TOKENS, MOST_COMBINE_ROWS = 8, 64
+COMBINE = {"COLUMNS": 512, "num_warps": 16, "maxnreg": 128}
+MOST_COMBINE_TOKENS, MOST_COMBINE_ROWS = 16, 128
 
 
 def with_mover(problem: Problem) -> Problem:
