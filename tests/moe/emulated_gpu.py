@@ -200,8 +200,8 @@ def test_calls_that_differ_are_found():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_thousand_calls_with_late_ranks_and_roles(size, dispatch, monkeypatch):
-    """Whatever a rank launches that others wait for, or that waits, is held up at random on its stream: each barrier,
-    communication blocks and GEMMs. Mostly by 20 us at most, about a kernel's time, rarely by 1 ms."""
+    """Whatever a rank launches that others wait for, or that waits, is held up at random on its stream: barriers, GEMMs,
+    combine, and blocks that dispatch. Mostly by 20 us at most, about a kernel's time, rarely by 1 ms."""
     worlds = emulate(size)
     shape = ([40, 130, 0, 9][:size], 3, 7, 136, 64)
     cases = [Case(*shape, dtype=BF16, device="cuda", seed=seed) for seed in range(3)]
@@ -211,11 +211,11 @@ def test_a_thousand_calls_with_late_ranks_and_roles(size, dispatch, monkeypatch)
     num_late = 0
 
     def hold_up(launch):
-        def late(*arguments):
+        def late(*arguments, **options):
             nonlocal num_late
             num_late += 1
             torch.cuda._sleep(2_000_000 if generator.random() < 0.01 else generator.randrange(1, 40_000))
-            launch(*arguments)
+            launch(*arguments, **options)
 
         return late
 
@@ -228,7 +228,7 @@ def test_a_thousand_calls_with_late_ranks_and_roles(size, dispatch, monkeypatch)
     ):
         monkeypatch.setattr(module, name, hold_up(getattr(module, name)))
     assert differing_calls(worlds, inputs, first, 1000) == []
-    # Two barriers, combine blocks and two GEMMs, and the blocks that dispatch where no warps do.
+    # Two barriers, two GEMMs and combine, and the blocks that dispatch where no warps do.
     assert num_late == 1000 * size * (5 if dispatch == "warps" else 6)
 
 
