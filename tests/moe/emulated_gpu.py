@@ -200,7 +200,7 @@ def test_calls_that_differ_are_found():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_thousand_calls_with_late_ranks_and_roles(size, dispatch, monkeypatch):
-    """Whatever a rank launches that others wait for, or that waits, is held up at random on its stream: barriers, GEMMs,
+    """Whatever a rank launches that waits, or is waited for, is held up at random on its stream: barriers, GEMMs,
     combine, and blocks that dispatch. Mostly by 20 us at most, about a kernel's time, rarely by 1 ms."""
     worlds = emulate(size)
     shape = ([40, 130, 0, 9][:size], 3, 7, 136, 64)
