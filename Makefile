@@ -17,8 +17,10 @@ OTHER_INSTALLED := $(OTHER_TRITONS:%=.triton/%/.installed)
 demo: $(INSTALLED)
 	$(BIN)/tilecrew demo
 
+# Files in the order of collection, those with slow tests first. By default those with many tests go first, and the run
+# ends with one worker at the few tests of the slowest file.
 test: lint $(OTHER_INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu and not multi_gpu"
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not gpu and not multi_gpu"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -27,8 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device, or a torch without CUDA"))
         if item.get_closest_marker("multi_gpu") and num_devices < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {num_devices}"))
-    # Slow GPU tests first: where tests run in parallel, the others fill the time meanwhile.
-    items.sort(key=lambda item: not (item.get_closest_marker("gpu") and item.get_closest_marker("slow")))
+    # Slow tests first: where tests run in parallel, the others fill the time meanwhile.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:

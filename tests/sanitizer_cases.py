@@ -1,7 +1,8 @@
 """Every kernel once on small problems, to be run under compute-sanitizer: `python tests/sanitizer_cases.py`.
 
 Partial chunks, packed sequences (an empty one among them), tails, pieces, states in both layouts, a padded pool; with
---grouped also grouped GEMMs with partial and empty groups, hooks and transposed weights.
+--grouped also grouped GEMMs with partial and empty groups, hooks and transposed weights. With --expert-parallel
+instead of all that the expert-parallel layer.
 """
 
 import sys
@@ -15,9 +16,13 @@ import tilecrew
 from tests.gated_delta_rule.hopper_checks import EVERYTHING, KERNELS, run_kernel, run_pieces
 from tests.gated_delta_rule.kernel_checks import not_finite, random_recurrent_arguments, run_portable
 from tests.grouped_gemm.problems import make
+from tests.moe import gpu_ranks, serial_ranks
+from tests.moe.world_cases import Case
 from tilecrew.gated_delta_rule import kernel_forward_scan, kernel_recurrent
 from tilecrew.gated_delta_rule.schedule import Schedule
 from tilecrew.grouped_gemm import Bias, CountGate, NotifyRowBlock, SwiGLU, max_row_blocks
+from tilecrew.moe.schedule import DISPATCHES
+from tilecrew.parallel import World
 from tilecrew.testing import random_arguments
 
 PACKED = {"lengths": [1, 64, 0, 70], "tail": 9}
@@ -60,7 +65,27 @@ def check_grouped_gemms() -> None:
     assert x.grad.isfinite().all() and w.grad.isfinite().all()
 
 
+def check_expert_parallel() -> None:
+    """Tails of rows and columns, a token without routes, an expert without rows; both forms of dispatch."""
+    for dispatch in DISPATCHES:
+        for size in (1, 2):
+            options = {"dtype": torch.bfloat16, "device": "cuda", "kind": "some missing"}
+            case = Case([40, 131][:size], 3, 7, 136, 72, **options)
+            worlds = World.emulated(size, device="cuda", timeout_seconds=30)
+            wanted = case.expected()
+            if size == 1:
+                out, gradients = serial_ranks.forward_and_backward(worlds, case, dispatch)
+                gpu_ranks.check_forward(case, [out.detach()], wanted)
+                gpu_ranks.check_gradients(case, 0, gradients, wanted)
+            else:
+                gpu_ranks.check_forward(case, serial_ranks.forward(worlds, case, dispatch), wanted)
+
+
 def main() -> None:
+    if "--expert-parallel" in sys.argv:
+        check_expert_parallel()
+        torch.cuda.synchronize()
+        return
     sizes = {"num_heads": 1, "num_value_heads": 2, "device": "cuda", **EVERYTHING}
     assert set(HOPPER) == set(KERNELS)
     for kernel, options in HOPPER.items():

@@ -57,9 +57,8 @@ def sanitize(*options, cases=()):
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     program = [sys.executable, "tests/sanitizer_cases.py", *cases]
     command = [tool, "--target-processes", "application-only", *options, *program]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
-    )
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run(command, cwd=ROOT, env=environment, timeout=900, **output)
     if "Device not supported" in run.stdout:
         pytest.skip("compute-sanitizer does not support this device, or not under this runtime")
     return run
@@ -67,8 +66,9 @@ def sanitize(*options, cases=()):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_no_bad_memory_access():
-    run = sanitize("--tool", "memcheck", "--error-exitcode", "9", cases=["--pieces", "--grouped"])
+@pytest.mark.parametrize("cases", [["--pieces", "--grouped"], ["--expert-parallel"]], ids=" ".join)
+def test_no_bad_memory_access(cases):
+    run = sanitize("--tool", "memcheck", "--error-exitcode", "9", cases=cases)
     assert run.returncode == 0, run.stdout
     assert "ERROR SUMMARY: 0 errors" in run.stdout, run.stdout
 

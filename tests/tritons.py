@@ -6,6 +6,7 @@ A process has one version of Triton: PYTHONPATH chooses it, and each has a cache
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -40,9 +41,20 @@ def output_of(version: str, child: subprocess.Popen) -> str:
     return output
 
 
-def output_of_each(make_folder, *arguments: str) -> dict[str, str]:
-    """Version -> what `python -m arguments` printed, all at once. make_folder: pytest's tmp_path_factory.mktemp."""
-    children = {version: start(version, make_folder("cache"), *arguments) for version in VERSIONS}
+def cases(names: Iterable[str], few: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, version): every name with the installed version, a few with each of the others."""
+    return [(name, INSTALLED) for name in names] + [(name, version) for name in few for version in OTHER_VERSIONS]
+
+
+def output_of_each(make_folder, *arguments: str, others: tuple[str, ...] = ()) -> dict[str, str]:
+    """Version -> what `python -m arguments` printed, all at once. make_folder: pytest's tmp_path_factory.mktemp.
+
+    others: arguments more for all but the installed version.
+    """
+    children = {
+        version: start(version, make_folder("cache"), *arguments, *(() if version == INSTALLED else others))
+        for version in VERSIONS
+    }
     try:
         return {version: output_of(version, child) for version, child in children.items()}
     finally:

@@ -1,5 +1,6 @@
 """Every kind of Gluon launch, compiled for sm_90 without a GPU: `python -m tests.gated_delta_rule.gluon_launches`
-prints {"triton": version, "resources": {name of the launch: what its cubin uses, or the error's traceback}} as JSON.
+prints {"triton": version, "resources": {name of the launch: what its cubin uses, or the error's traceback}} as JSON;
+with --few only of those in FEW.
 
 A process of its own, because a process has one version of Triton: PYTHONPATH chooses it, TRITON_CACHE_DIR must too.
 """
@@ -100,17 +101,38 @@ PIECE_ENDS = {
     "normalised, packed, states, tolerance": (1e-4, {"use_qk_l2norm": True, **VARLEN, **STATES}),
 }
 
-NAMES = [
-    f"{kernel}: {name}"
-    for kernel, cases in (
-        ("prepare", PREPARE),
-        ("prepare gated", GATED),
-        ("roles", ROLES),
-        ("scan", SCAN),
-        ("states", PIECE_ENDS),
-    )
-    for name in cases
+TABLES = {"prepare": PREPARE, "prepare gated": GATED, "roles": ROLES, "scan": SCAN, "states": PIECE_ENDS}
+NAMES = [f"{kernel}: {name}" for kernel, cases in TABLES.items() for name in cases]
+
+# What versions of Triton that are not installed compile: every kernel with every block of V, element, group and option,
+# given and not given, but not every pair of them; and of each kind what needs the most registers.
+FEW = [
+    "prepare: normalised, group 4, float16, packed, gates",
+    "prepare: normalised, group 1, gates",
+    "prepare: gate inside, group 2, float16",
+    "prepare: gate inside, group 1, packed, gates",
+    "prepare gated: normalised, group 4, gates",
+    "prepare gated: normalised, group 2, packed",
+    "prepare gated: group 1, gates",
+    "roles: V block 128, normalised, packed, V first, h",
+    "roles: V block 128, packed, pieces",
+    "roles: V block 64",
+    "roles: V block 32, float16, normalised, packed, V first, pieces",
+    "scan: V block 64, normalised, packed, V first, h",
+    "scan: V block 128",
+    "scan: V block 128, normalised, packed, pieces",
+    "states: plain",
+    "states: normalised, packed, states, tolerance",
 ]
+
+
+def properties_of(name: str) -> set[tuple]:
+    """What a launch is an example of: its kernel with one entry of the table, or with an option, given or not."""
+    kernel, configuration = name.split(": ")
+    *entries, options = TABLES[kernel][configuration]
+    known = {option for *_, others in TABLES[kernel].values() for option in others}
+    found = {(kernel, number, str(entry)) for number, entry in enumerate(entries)}
+    return found | {(kernel, option, option in options) for option in known}
 
 
 def arguments_of(num_value_heads, dtype, options):
@@ -149,7 +171,7 @@ def make_launch(name: str) -> Launch:
 
 def main() -> None:
     resources = {}
-    for name in NAMES:
+    for name in FEW if "--few" in sys.argv else NAMES:
         try:
             resources[name] = dataclasses.asdict(aot.resources(aot.compile_launch(make_launch(name))))
         except Exception:  # the test of this launch shows it; those of the others still run

@@ -1,5 +1,5 @@
-"""Every Gluon kernel compiles for sm_90 without spills and with its MMAs in flight, with the installed Triton and with
-those under .triton/."""
+"""Every Gluon kernel compiles for sm_90 without spills and with its MMAs in flight: all launches with the installed
+Triton, some of each kernel with those under .triton/."""
 
 import json
 import os
@@ -7,8 +7,8 @@ import os
 import pytest
 
 pytest.importorskip("triton")
-from tests.gated_delta_rule.gluon_launches import NAMES
-from tests.tritons import INSTALLED, OTHER_VERSIONS, VERSIONS, output_of_each
+from tests.gated_delta_rule.gluon_launches import FEW, NAMES, properties_of
+from tests.tritons import INSTALLED, OTHER_VERSIONS, cases, output_of_each
 
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
 # The scan with 128 values has 216 registers for a thread of its scan role and 32 for one that loads or stores. Outside
@@ -24,7 +24,7 @@ SPILLS_IN_WGMMA_LOOPS = {"3.9.0": 1}
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Version -> what gluon_launches printed."""
-    outputs = output_of_each(tmp_path_factory.mktemp, "tests.gated_delta_rule.gluon_launches")
+    outputs = output_of_each(tmp_path_factory.mktemp, "tests.gated_delta_rule.gluon_launches", others=("--few",))
     return {version: json.loads(output) for version, output in outputs.items()}
 
 
@@ -36,9 +36,13 @@ def test_other_versions_are_there():
         pytest.skip(advice)
 
 
+def test_a_few_launches_have_every_property_of_all():
+    assert len(set(FEW)) < len(NAMES)
+    assert set().union(*map(properties_of, FEW)) == set().union(*map(properties_of, NAMES))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "version"), cases(NAMES, FEW))
 def test_compiles_without_spills(name, version, reports):
     assert version in (INSTALLED, reports[version]["triton"])
     resources = reports[version]["resources"][name]

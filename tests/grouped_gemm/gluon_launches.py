@@ -1,6 +1,6 @@
 """Every kind of launch of the grouped GEMM with roles, compiled without a GPU for sm_90, and with mma.sync for sm_120
 too: `python -m tests.grouped_gemm.gluon_launches` prints {"triton": version, "resources": {name: what its cubin uses,
-and the shared memory that its schedule counts on, or the error's traceback}} as JSON.
+and the shared memory that its schedule counts on, or the error's traceback}} as JSON; with --few only of those in FEW.
 
 A process of its own, because a process has one version of Triton: PYTHONPATH chooses it, TRITON_CACHE_DIR must too.
 """
@@ -59,6 +59,34 @@ MMA_SYNC_LAUNCHES = {
 TARGETS = {"sm_90": aot.SM90, "sm_120": GPUTarget("cuda", 120, 32)}
 MMA_SYNC_NAMES = [f"{name}, {target}" for name in MMA_SYNC_LAUNCHES for target in TARGETS]
 
+# What versions of Triton that are not installed compile: every kernel with all tiles, elements, layouts of w, with a
+# gate and without, and every epilogue that is more than a function of one element.
+FEW = [
+    "128 x 256, float16, 256 groups",
+    "128 x 128",
+    "64 x 256, transposed",
+    "64 x 128, float16",
+    "64 x 256, 1022 groups",
+    "bias",
+    "GELU, tanh, 64 rows",
+    "SwiGLU 1",
+    "SwiGLU 8, gate",
+    "notify",
+    "notify, SwiGLU 8, gate, transposed",
+]
+MMA_SYNC_FEW = [
+    f"{name}, {target}"
+    for name, target in (
+        ("plain", "sm_90"),
+        ("float16, 256 groups", "sm_120"),
+        ("gate, bias", "sm_90"),
+        ("GELU", "sm_90"),
+        ("SwiGLU 1", "sm_120"),
+        ("notify, SwiGLU 8", "sm_90"),
+    )
+]
+OF_ONE_ELEMENT = ("silu", "gelu", "gelu tanh", "route")
+
 
 def epilogue_of(name, num_groups, num_rows):
     return {
@@ -87,6 +115,15 @@ def case_of(name: str) -> tuple[tuple, TileSizes, GPUTarget]:
     return case, mma_sync_tiles(Problem(case[1], case[0], 2048, 2048, "bfloat16")), TARGETS[target]
 
 
+def properties_of(name: str) -> set[tuple]:
+    """What a launch is an example of."""
+    (_, _, dtype, transposed, gate, epilogue), tiles, target = case_of(name)
+    kernel = "roles" if name in LAUNCHES else "mma.sync"
+    epilogue = "of one element" if epilogue in OF_ONE_ELEMENT else epilogue
+    entries = (tiles, dtype, transposed, gate, epilogue, target)
+    return {(kernel, number, str(entry)) for number, entry in enumerate(entries)}
+
+
 def make_launch(name: str) -> Launch:
     """On small tensors: sizes do not reach the compiled kernel, but the tiles and the number of groups do."""
     (num_groups, _, dtype, transposed, gate, epilogue), tiles, _ = case_of(name)
@@ -100,7 +137,7 @@ def make_launch(name: str) -> Launch:
 
 def main() -> None:
     resources = {}
-    for name in (*LAUNCHES, *MMA_SYNC_NAMES):
+    for name in (*FEW, *MMA_SYNC_FEW) if "--few" in sys.argv else (*LAUNCHES, *MMA_SYNC_NAMES):
         _, tiles, target = case_of(name)
         try:
             found = dataclasses.asdict(aot.resources(aot.compile_launch(make_launch(name), target)))

@@ -1,13 +1,13 @@
 """The grouped GEMM with roles compiles without spills, with wgmma in flight or with mma.sync, and into the shared
-memory that its schedule counts on; with the installed Triton and with those under .triton/."""
+memory that its schedule counts on: all launches with the installed Triton, some of them with those under .triton/."""
 
 import json
 
 import pytest
 
 pytest.importorskip("triton")
-from tests.grouped_gemm.gluon_launches import LAUNCHES, MMA_SYNC_NAMES
-from tests.tritons import INSTALLED, VERSIONS, output_of_each
+from tests.grouped_gemm.gluon_launches import FEW, LAUNCHES, MMA_SYNC_FEW, MMA_SYNC_NAMES, properties_of
+from tests.tritons import INSTALLED, cases, output_of_each
 
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
 SMALL_SHARED_MEMORY_OF_A_BLOCK = 101_376  # bytes, compute capability 12.0
@@ -16,13 +16,18 @@ SMALL_SHARED_MEMORY_OF_A_BLOCK = 101_376  # bytes, compute capability 12.0
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Version -> what gluon_launches printed."""
-    outputs = output_of_each(tmp_path_factory.mktemp, "tests.grouped_gemm.gluon_launches")
+    outputs = output_of_each(tmp_path_factory.mktemp, "tests.grouped_gemm.gluon_launches", others=("--few",))
     return {version: json.loads(output) for version, output in outputs.items()}
 
 
+@pytest.mark.parametrize(("few", "names"), [(FEW, LAUNCHES), (MMA_SYNC_FEW, MMA_SYNC_NAMES)])
+def test_a_few_launches_have_every_property_of_all(few, names):
+    assert len(set(few)) < len(names)
+    assert set().union(*map(properties_of, few)) == set().union(*map(properties_of, names))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(("name", "version"), cases(LAUNCHES, FEW))
 def test_compiles(name, version, reports):
     assert version in (INSTALLED, reports[version]["triton"])
     resources = reports[version]["resources"][name]
@@ -37,8 +42,7 @@ def test_compiles(name, version, reports):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", MMA_SYNC_NAMES)
+@pytest.mark.parametrize(("name", "version"), cases(MMA_SYNC_NAMES, MMA_SYNC_FEW))
 def test_compiles_with_mma_sync(name, version, reports):
     resources = reports[version]["resources"][name]
     assert isinstance(resources, dict), resources

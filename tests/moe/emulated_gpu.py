@@ -5,6 +5,8 @@ Run by test_gpu.py, in a process with enough hardware queues. By hand:
     CUDA_DEVICE_MAX_CONNECTIONS=32 PYTHONPATH=. python -m pytest -v -x --capture=sys tests/moe/emulated_gpu.py
 """
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +18,9 @@ from tests.moe.world_cases import Case
 
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+from tilecrew.moe import fused
 from tilecrew.moe.workspace import MoESizes, MoEWorkspace
-from tilecrew.parallel import WaitError, World, on_every_rank
+from tilecrew.parallel import WaitError, World, host_signal, on_every_rank
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -59,17 +62,56 @@ def compare(worlds, case, inputs, wanted, turns):
         gpu_ranks.check_forward(case, outs, wanted)
         first = first or outs
         assert all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
+    gradients = compare_gradients(worlds, case, inputs, wanted)
+    outs = on_every_rank(worlds, gpu_ranks.forward_with_gradients, inputs)
+    again = on_every_rank(worlds, gpu_ranks.backward, inputs, outs)
+    synchronize(worlds)
+    for left, right in zip(gradients, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def compare_gradients(worlds, case, inputs, wanted):
     outs = on_every_rank(worlds, gpu_ranks.forward_with_gradients, inputs)
     gradients = on_every_rank(worlds, gpu_ranks.backward, inputs, outs)
     synchronize(worlds)
     gpu_ranks.check_forward(case, [out.detach() for out in outs], wanted)
     for rank, found in enumerate(gradients):
         gpu_ranks.check_gradients(case, rank, found, wanted)
-    outs = on_every_rank(worlds, gpu_ranks.forward_with_gradients, inputs)
-    again = on_every_rank(worlds, gpu_ranks.backward, inputs, outs)
-    synchronize(worlds)
-    for left, right in zip(gradients, again, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return gradients
+
+
+def first_results(worlds, cases, inputs):
+    """Of one call of each case, alone on the GPU, and right."""
+    found = []
+    for case, own in zip(cases, inputs, strict=True):
+        wanted = case.expected()
+        found.append(on_every_rank(worlds, gpu_ranks.forward, own))
+        synchronize(worlds)
+        gpu_ranks.check_forward(case, found[-1], wanted)
+    return found
+
+
+def differing_calls(worlds, inputs, first, num_calls, before_call=lambda: None):
+    """Numbers of the calls whose results are not the bits of `first`; call n takes case n % len(inputs), so that what
+    the call before has left is wrong. Compared on the device: the host waits once in a hundred calls."""
+    differs = torch.zeros(len(worlds), num_calls, dtype=torch.bool, device="cuda")
+
+    def compare(world, number, outs):
+        out, expected = outs[world.rank], first[number % len(first)][world.rank]
+        differs[world.rank, number].copy_((out.view(torch.int16) != expected.view(torch.int16)).any())
+
+    def call(world, number):
+        compare(world, number, {world.rank: gpu_ranks.forward(world, inputs[number % len(inputs)])})
+
+    for number, outs in enumerate(first):  # loads what compares
+        on_every_rank(worlds, compare, number, outs)
+    for start in range(0, num_calls, 100):
+        with watchdog.watch(worlds, f"calls from number {start} on"):
+            for number in range(start, min(start + 100, num_calls)):
+                before_call()
+                on_every_rank(worlds, call, number)
+            synchronize(worlds)
+    return differs.any(0).nonzero().flatten().tolist()
 
 
 def test_steps_of_a_call(dispatch):
@@ -146,6 +188,99 @@ def test_ranks_that_are_late_change_nothing(size, dispatch):
         assert all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
 
 
+def test_calls_that_differ_are_found():
+    worlds = emulate(2)
+    cases = [Case([40, 130], 3, 7, 136, 64, dtype=BF16, device="cuda", seed=seed) for seed in range(2)]
+    inputs = [on_every_rank(worlds, gpu_ranks.prepare, case) for case in cases]
+    first = first_results(worlds, cases, inputs)
+    assert differing_calls(worlds, inputs, first, 3) == []
+    first[1][1][7, 5] += 1
+    assert differing_calls(worlds, inputs, first, 4) == [1, 3]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_thousand_calls_with_late_ranks_and_roles(size, dispatch, monkeypatch):
+    """Whatever a rank launches that waits, or is waited for, is held up at random on its stream: barriers, GEMMs,
+    combine, and blocks that dispatch. Mostly by 20 us at most, about a kernel's time, rarely by 1 ms."""
+    worlds = emulate(size)
+    shape = ([40, 130, 0, 9][:size], 3, 7, 136, 64)
+    cases = [Case(*shape, dtype=BF16, device="cuda", seed=seed) for seed in range(3)]
+    inputs = [on_every_rank(worlds, gpu_ranks.prepare, case, dispatch) for case in cases]
+    first = first_results(worlds, cases, inputs)
+    generator = random.Random(size)
+    num_late = 0
+
+    def hold_up(launch):
+        def late(*arguments, **options):
+            nonlocal num_late
+            num_late += 1
+            torch.cuda._sleep(2_000_000 if generator.random() < 0.01 else generator.randrange(1, 40_000))
+            launch(*arguments, **options)
+
+        return late
+
+    for module, name in (
+        (host_signal, "barrier"),
+        (fused, "launch_dispatch"),
+        (fused, "launch_gemm_with_movers"),
+        (fused, "launch_gemm"),
+        (fused, "launch_combine"),
+    ):
+        monkeypatch.setattr(module, name, hold_up(getattr(module, name)))
+    assert differing_calls(worlds, inputs, first, 1000) == []
+    # Two barriers, two GEMMs and combine, and the blocks that dispatch where no warps do.
+    assert num_late == 1000 * size * (5 if dispatch == "warps" else 6)
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_other_work_on_the_gpu_changes_nothing(priority, dispatch):
+    """Products that fill the GPU for some milliseconds in front of each call and beside it: blocks of the ranks'
+    kernels find room late and one by one, and blocks that are needed wait for room behind blocks that wait for them.
+    With priority -1 the other work goes first wherever a multiprocessor is free."""
+    worlds = emulate(2)
+    shape = ([300, 129], 4, 9, 520, 136)
+    cases = [Case(*shape, dtype=BF16, device="cuda", seed=seed) for seed in range(2)]
+    inputs = [on_every_rank(worlds, gpu_ranks.prepare, case, dispatch) for case in cases]
+    first = first_results(worlds, cases, inputs)
+    taken = [stream for world in worlds for stream in (world.stream, world.side_stream)]
+    # torch's streams come again: one of a rank's would order what must run side by side.
+    beside = next(s for s in iter(lambda: torch.cuda.Stream(priority=priority), None) if s not in taken)
+    matrix = torch.randn(8192, 8192, dtype=BF16, device="cuda")
+    product = torch.empty_like(matrix)
+
+    def fill_the_gpu():
+        with torch.cuda.stream(beside):
+            for _ in range(2):
+                torch.mm(matrix, matrix, out=product)
+
+    beside.wait_stream(torch.cuda.current_stream())
+    fill_the_gpu()  # cuBLAS loads its kernel and takes memory
+    torch.cuda.synchronize()
+    assert differing_calls(worlds, inputs, first, 40, fill_the_gpu) == []
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("num_before", [4, 5, 6])
+def test_epochs_pass_two_to_the_32nd(size, num_before, dispatch):
+    """A turn has three exchanges: a call, one that keeps what backward needs, and backward. num_before decides which of
+    them is the one with epoch 0, in the second turn. Each turn has other tokens, routes and weights, so that what the
+    turn before has left is wrong."""
+    worlds = emulate(size, first_epoch=2**32 - num_before)
+    cases = [Case([40, 130, 9][:size], 3, 7, 136, 64, dtype=BF16, device="cuda", seed=seed) for seed in range(4)]
+    wanted = [case.expected() for case in cases]
+    inputs = [on_every_rank(worlds, gpu_ranks.prepare, case, dispatch) for case in cases]
+    workspaces = [world.workspaces[cases[0].sizes] for world in worlds]
+    assert [int(workspace.epoch) for workspace in workspaces] == [-num_before] * size
+    for case, own, truth in zip(cases, inputs, wanted, strict=True):
+        with watchdog.watch(worlds, "a turn"):
+            outs = on_every_rank(worlds, gpu_ranks.forward, own)
+            synchronize(worlds)
+            gpu_ranks.check_forward(case, outs, truth)
+            compare_gradients(worlds, case, own, truth)
+    assert [int(workspace.epoch) for workspace in workspaces] == [3 * len(cases) - num_before] * size
+
+
 def test_many_calls_without_waiting_for_the_device():
     worlds = emulate(2)
     case = Case([70, 33], 2, 4, 136, 64, dtype=BF16, device="cuda")
@@ -159,23 +294,23 @@ def test_many_calls_without_waiting_for_the_device():
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
-    worlds = emulate(size, first_epoch=2**32 - 8)
+    worlds = emulate(size, first_epoch=2**32 - 18)  # 12 eager calls before, 0 is the epoch of a replay
     shape = ([40, 130, 0, 9][:size], 3, 7, 136, 64)
     problems = [Case(*shape, dtype=BF16, device="cuda", seed=seed) for seed in range(12)]
     problems[3] = Case(*shape, dtype=BF16, device="cuda", kind="all missing")
     problems[5] = Case(*shape, dtype=BF16, device="cuda", kind="one expert")
     inputs = on_every_rank(worlds, gpu_ranks.prepare, problems[0], dispatch)
     others = [[gpu_ranks.Inputs(problem, rank) for rank in range(size)] for problem in problems]
-    on_every_rank(worlds, gpu_ranks.forward, inputs)
+    # All before the first replay: results of the same tokens, just left by an eager call, would hide a replay that does
+    # not wait.
+    wanted = [on_every_rank(worlds, gpu_ranks.forward, parts) for parts in others]
     synchronize(worlds)
     graphs, outs = [], []
     for world in worlds:  # one graph each: branches of one graph need not run at the same time
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], stream=world.stream):
             outs.append(gpu_ranks.forward(world, inputs))
-    for problem, parts in zip(problems, others, strict=True):
-        wanted = on_every_rank(worlds, gpu_ranks.forward, parts)
-        synchronize(worlds)
+    for problem, parts, eager in zip(problems, others, wanted, strict=True):
         for own, part, out in zip(inputs, parts, outs, strict=True):
             own.x.copy_(part.x)
             own.ids.copy_(part.ids)
@@ -187,8 +322,11 @@ def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
         with watchdog.watch(worlds, "a replay"):
             on_every_rank(worlds, lambda world: graphs[world.rank].replay())
             synchronize(worlds)
-        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(outs, eager, strict=True))
         gpu_ranks.check_forward(problem, outs, problem.expected())
+    again = on_every_rank(worlds, gpu_ranks.forward, others[0])  # eager calls go on where replays have left epochs
+    synchronize(worlds)
+    assert all(torch.equal(a, b) for a, b in zip(again, wanted[0], strict=True))
 
 
 def test_a_rank_that_stalls_ends_in_an_error_on_all():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from tests.moe import gpu_ranks, traced_launches, world_cases
+from tests.moe import gpu_ranks, serial_ranks, traced_launches, world_cases
 from tests.moe.world_cases import Case
 from tilecrew.moe import fused
 from tilecrew.moe.workspace import MoESizes, MoEWorkspace
@@ -75,6 +75,36 @@ def test_a_rank_that_stays_away_is_found(recorder):
     recorder.clear()
     recorder.on_every_rank(worlds[:1], gpu_ranks.forward, inputs)
     assert recorder.drain(2)[0] == f"rank 0, {worlds[0].stream.name}: barrier"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "dispatch"), [(1, "warps"), (2, "blocks")])
+def test_serial_ranks_wait_for_nothing_that_comes_later(size, dispatch, recorder):
+    """What compute-sanitizer is given ends where kernels run one after the other."""
+    worlds = recorder.worlds(size)
+    case = Case([40, 131][:size], 3, 7, 136, 72, dtype=BF16, kind="some missing")
+    with recorder:
+        serial_ranks.prepare(worlds, case, dispatch)
+        recorder.clear()
+        if size == 1:
+            serial_ranks.forward_and_backward(worlds, case, dispatch)
+        else:
+            serial_ranks.forward(worlds, case, dispatch)
+    names = [entry.name for entry in recorder.log]
+    assert "combine_kernel" in names[names.index("tables_kernel") :]
+    assert recorder.drain(size) == []
+    assert recorder.waits_for_later(size) == []
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_what_comes_later(recorder):
+    """What the test above would see."""
+    worlds = recorder.worlds(2)
+    case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
+    make_workspaces(recorder, worlds, case.sizes)
+    recorder.clear()
+    recorder.on_every_rank(worlds, gpu_ranks.forward, [gpu_ranks.Inputs(case, rank) for rank in range(2)])
+    assert set(recorder.waits_for_later(2)) == {"barrier", "combine_kernel"}
 
 
 def test_loading_takes_what_peers_have_for_no_routes(recorder, monkeypatch):

@@ -67,18 +67,27 @@ def test_two_processes(names):
 
 
 def processes_graph(world):
-    case = Case([60] * world.size, 4, 9, 264, 64, dtype=BF16, device=world.device)
-    inputs = {world.rank: gpu_ranks.prepare(world, case)}
-    wanted = gpu_ranks.forward(world, inputs)
-    world.synchronize()
+    """Replays with other tokens, routes and weights, so that what the one before has left is wrong."""
+    shape = ([60] * world.size, 4, 9, 264, 64)
+    cases = [Case(*shape, dtype=BF16, device=world.device, seed=seed) for seed in range(4)]
+    inputs = {world.rank: gpu_ranks.prepare(world, cases[0])}
+    others, wanted = [gpu_ranks.Inputs(case, world.rank) for case in cases], []
+    for case, other in zip(cases, others, strict=True):
+        wanted.append(gpu_ranks.forward(world, {world.rank: other}))
+        world.synchronize()
+        world_cases.check_forward(case, world.rank, wanted[-1], case.expected())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = gpu_ranks.forward(world, inputs)
-    for _ in range(20):
+    own = inputs[world.rank]
+    for turn in range(20):
+        other = others[turn % len(others)]
+        for name in ("x", "ids", "weights", "w_gate_up", "w_down"):
+            getattr(own, name).copy_(getattr(other, name))
         out.fill_(float("nan"))
         graph.replay()
         world.synchronize()
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, wanted[turn % len(others)])
     return True
 
 

@@ -148,6 +148,14 @@ class Recorder(TorchDispatchMode):
         left = [entry for number, entry in enumerate(self.log) if number not in ended]
         return [f"rank {entry.rank}, {entry.stream}: {entry.name or entry.kind}" for entry in left]
 
+    def waits_for_later(self, size):
+        """What would never end if kernels ran one after the other, in the order of their launches."""
+        return [
+            self.log[number].name or self.log[number].kind
+            for number, needed in sorted(self._partners(size).items())
+            if any(other is None or other > number for other in needed)
+        ]
+
     def _partners(self, size):
         """Barrier -> the barriers of all ranks; combine -> the GEMMs of all ranks that notify; None: not launched."""
         barriers, combines, sources = ([[] for _ in range(size)] for _ in range(3))
