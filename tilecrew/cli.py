@@ -170,6 +170,12 @@ def add_bench(app: Any) -> None:
         if not is_good:
             raise typer.Exit(1)
 
+    _add_bench_moe(bench)
+
+
+def _add_bench_moe(bench: Any) -> None:
+    import typer
+
     @bench.command("moe")
     def bench_moe(
         ranks: Annotated[
