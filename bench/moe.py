@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tilecrew.benchmark.moe import run_benchmark, settings_of
-from tilecrew.benchmark.moe_measure import Processes
+from tilecrew.benchmark.processes import Processes
 from tilecrew.parallel import World
 
 

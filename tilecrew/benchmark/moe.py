@@ -14,6 +14,7 @@ moe_cases.py      shapes, routing, what a measured case says
 moe_torch.py      the layer of torch's functions, and errors
 moe_parts.py      the parts as calls of one rank, and their checks
 moe_measure.py    times of a case
+processes.py      graphs, and processes that measure together
 """
 
 import gc
@@ -29,7 +30,8 @@ import torch
 import tilecrew
 from tilecrew._hardware import hardware_of
 from tilecrew.benchmark.moe_cases import ROUTINGS, SHAPES, TARGETS, Case, Row
-from tilecrew.benchmark.moe_measure import Processes, measure_emulated, measure_process
+from tilecrew.benchmark.moe_measure import measure_emulated, measure_process
+from tilecrew.benchmark.processes import Processes
 from tilecrew.moe.schedule import DISPATCHES
 
 LONGEST_TIMING = 3.0  # seconds of a case

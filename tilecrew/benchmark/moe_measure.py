@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tilecrew.benchmark.moe_cases import (
     ALL_TO_ALL,
@@ -24,12 +23,19 @@ from tilecrew.benchmark.moe_cases import (
 )
 from tilecrew.benchmark.moe_parts import PARTS, Rank
 from tilecrew.benchmark.moe_torch import all_to_all_layer, one_rank_layer, require_right
+from tilecrew.benchmark.processes import (
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    Processes,
+    graph_of,
+    l2_flush,
+    milliseconds_of,
+    reason_of,
+    slowest_in_turn,
+)
 from tilecrew.moe.workspace import MoESizes
 from tilecrew.parallel.world import World, on_every_rank
 
-MAX_ROUNDS, MIN_ROUNDS = 30, 3
-WARM_UPS = 3  # calls of each, between processes
-FLUSHED_BYTES = 256 * 2**20
 Forms = dict[str, Any]  # dispatch and num_comm_blocks, as MoEWorkspace takes them
 
 
@@ -69,46 +75,22 @@ def measure_emulated(case: Case, device: torch.device, forms: Forms, seconds: fl
             for rank in ranks:
                 rank.check(name)
         except Exception as error:  # the other parts are still of use
-            failures[name] = _reason(error)
+            failures[name] = reason_of(error)
     x, ids, weights = (torch.cat(parts) for parts in zip(*tokens, strict=True))
     try:
         require_right(one_rank_layer(x, ids, weights, *w_all), (x, ids, weights), w_all)
         calls[ONE_RANK] = _captured(lambda: one_rank_layer(x, ids, weights, *w_all), device)
     except Exception as error:
-        failures[ONE_RANK] = _reason(error)
+        failures[ONE_RANK] = reason_of(error)
     milliseconds = _in_turn(calls, device, seconds)
     try:
         for world in worlds:
             world.synchronize()
         on_every_rank(worlds, World.close)
     except Exception as error:
-        failures["waits"] = _reason(error)
+        failures["waits"] = reason_of(error)
     flops = case.num_ranks * case.flops
     return _row(case, ranks[0], routes_of_experts([ids], shape.num_experts), flops, milliseconds, failures)
-
-
-class Processes:
-    """What the hosts of several processes say to each other while one GPU of each is measured: a gloo group of the
-    default group's ranks, whose calls put nothing on any GPU. Making one is collective."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.group = dist.new_group(backend="gloo")
-
-    def gather(self, value: Any) -> list[Any]:
-        """Collective: every rank's value, by rank."""
-        found: list[Any] = [None] * self.world.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
-
-    def attempt(self, call: Callable[[], Any]) -> str:
-        """Collective: calls; why it failed, on any rank, or ""."""
-        reason = ""
-        try:
-            call()
-        except Exception as error:
-            reason = _reason(error)
-        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.gather(reason)) if text)
 
 
 def measure_process(case: Case, processes: Processes, forms: Forms, seconds: float) -> Row:
@@ -135,7 +117,7 @@ def measure_process(case: Case, processes: Processes, forms: Forms, seconds: flo
         failures[ALL_TO_ALL] = reason
     else:
         calls[ALL_TO_ALL] = all_to_all
-    milliseconds = _slowest_in_turn(calls, processes, seconds)
+    milliseconds = slowest_in_turn(calls, processes, seconds)
     routes = sum(processes.gather(routes_of_experts([tokens[1]], shape.num_experts)))
     row = _row(case, rank, routes, case.flops, milliseconds, failures)
     calls.clear()  # graphs keep memory of the workspace's sizes
@@ -161,7 +143,7 @@ def _prepare_part(
         calls[LAYER] = call
     if not reason and (device.type == "cuda" or name != "layer"):
         graphs: list[Callable[[], Any]] = []
-        reason = processes.attempt(lambda: graphs.append(_graph_of(call, device)))
+        reason = processes.attempt(lambda: graphs.append(graph_of(call, device)))
         if not reason:
 
             def replay_and_check() -> None:
@@ -176,27 +158,10 @@ def _prepare_part(
         failures[GRAPH if LAYER in calls and name == "layer" else name] = reason
 
 
-def _graph_of(call: Callable[[], Any], device: torch.device, worlds: Iterable[World] = ()) -> Callable[[], Any]:
-    """A captured CUDA graph of the call, with the streams of emulated worlds; the call itself on the CPU."""
-    if device.type != "cuda":
-        return call
-    torch.cuda.synchronize()
-    streams: list[Any] = [world.stream for world in worlds]
-    graph = torch.cuda.CUDAGraph()
-    # Threads of torch.distributed may ask about events meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
-        call()
-        for stream in streams:
-            torch.cuda.current_stream().wait_stream(stream)
-    return graph.replay
-
-
 def _captured(call: Callable[[], Any], device: torch.device, worlds: Iterable[World] = ()) -> Callable[[], Any]:
     """Called, captured and replayed once; nothing is under way then."""
     call()
-    run = _graph_of(call, device, worlds)
+    run = graph_of(call, device, worlds)
     run()
     _synchronize(device)
     return run
@@ -205,53 +170,15 @@ def _captured(call: Callable[[], Any], device: torch.device, worlds: Iterable[Wo
 def _in_turn(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float]:
     """Median milliseconds of each; round after round, until the time or the rounds are over."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    flush = _flushed(device)
+    flush = l2_flush(device)
     deadline = time.monotonic() + seconds
     for number in range(MAX_ROUNDS):
         if number >= MIN_ROUNDS and time.monotonic() > deadline:
             break
         for name, call in calls.items():
             flush.zero_()
-            times[name].append(_milliseconds(call, device))
+            times[name].append(milliseconds_of(call, device))
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _slowest_in_turn(calls: dict[str, Callable[[], Any]], processes: Processes, seconds: float) -> dict[str, float]:
-    """Collective: median over rounds of the slowest rank's milliseconds, of each, after warm-ups. All ranks start a
-    call together, behind a barrier of their GPUs."""
-    world = processes.world
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    flush = _flushed(world.device)
-    for call in calls.values():
-        for _ in range(WARM_UPS):
-            call()
-            world.synchronize()
-            processes.gather(None)
-    deadline = time.monotonic() + seconds
-    for number in range(MAX_ROUNDS):
-        if number >= MIN_ROUNDS and any(processes.gather(time.monotonic() > deadline)):
-            break
-        for name, call in calls.items():
-            flush.zero_()
-            processes.gather(None)
-            world.barrier()
-            value = _milliseconds(call, world.device)
-            world.synchronize()
-            times[name].append(max(processes.gather(value)))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def _row(
@@ -276,15 +203,6 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _flushed(device: torch.device) -> torch.Tensor:
-    """Memory that takes the whole L2 cache of a GPU when it is written."""
-    return torch.empty(FLUSHED_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
-
-
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
