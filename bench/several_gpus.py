@@ -30,21 +30,23 @@ from pathlib import Path
 
 # Multicast needs a set-up by the fabric's manager that not every host has, and where it lacks, what tries it fails or
 # hangs. Nothing here uses it. Read when torch is imported, and when NCCL and NVSHMEM start.
-NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
-os.environ.update(NO_MULTICAST)
+os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+os.environ["NCCL_NVLS_ENABLE"] = "0"
+os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN_LINES = 40  # of what a stage that failed has printed
 START_SHARE = 0.25  # of a measuring stage's time: imports, compilation, a case that is under way when time is over
-KEPT_PREFIXES = ("PYTHON", "TORCH_SYMM", "TORCHINDUCTOR")  # of variables whose names begin as torchrun's own do
+GRACE_SECONDS = 10.0  # in which torchrun ends its processes, which are in sessions of their own
+# How the names of variables begin that torchrun gives its processes: a torchrun of a stage must not read them.
 OF_TORCHRUN = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A command; weight: its share of the time; environment: variables added to its own."""
+    """A command; weight: its share of the time."""
 
     name: str
     weight: float
@@ -115,15 +117,12 @@ def run_stages(chosen, seconds, folder):
 
 
 def run_stage(stage, limit, log):
-    """Runs a stage's command in a session of its own, of which nothing is left when the limit is over."""
+    """Runs a stage's command in a session of its own, of which nothing is left when it has ended, or the limit is
+    over."""
     begin = time.monotonic()
     measuring = str(round(max(1.0, (1 - START_SHARE) * limit), 1))
     command = [part.replace("{seconds}", measuring) for part in stage.command]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(OF_TORCHRUN) or name.startswith(KEPT_PREFIXES)
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_TORCHRUN)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment.setdefault("OMP_NUM_THREADS", "1")
     with log.open("wb") as output:
@@ -136,11 +135,19 @@ def run_stage(stage, limit, log):
         except subprocess.TimeoutExpired:
             code, outcome = None, f"stopped: not done after {limit:.0f} s"
         finally:
-            # Also what a stage that has ended may have left: the group's id stays its own while any of it lives.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            end(child)
     return Outcome(stage.name, code == 0, outcome, round(time.monotonic() - begin, 1), str(log))
+
+
+def end(child):
+    """Asks the processes of a stage to end, then kills what is left of its group, whose id is its own until then."""
+    if child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def preflight(path):
@@ -213,6 +220,7 @@ def main() -> int:
             print(f"--stages must be some of {', '.join(names)}, got {unknown[0]!r}", file=sys.stderr)
             return 2
         chosen = [stage for stage in chosen if stage.name in options.stages]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the stage under way
     outcomes = run_stages(chosen, options.seconds, options.json_folder)
     print("\n".join(table(outcomes, options.json_folder)), flush=True)
     return 0 if all(outcome.is_right for outcome in outcomes) else 1

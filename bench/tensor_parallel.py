@@ -3,9 +3,9 @@
     PYTHONPATH=. torchrun --nproc-per-node 8 bench/tensor_parallel.py --json tensor_parallel.json
 
 Both halves of a tensor-parallel layer of I columns: x [rows of a rank, H] of all ranks @ w [H, I / W], and x [rows of
-all ranks, I / W] @ w [I / W, H] summed over ranks. Each is called eagerly and as a CUDA graph, the collectives too (NCCL
-on GPUs), in turns, with the L2 cache flushed before; the slowest rank of a round counts. Sampled rows are compared with
-float64 in the same run, and a wrong result gets no time.
+all ranks, I / W] @ w [I / W, H] summed over ranks. Each is called eagerly and as a CUDA graph, and so are the
+collectives (NCCL on GPUs), in turns, with the L2 cache flushed before; the slowest rank of a round counts. Sampled rows
+are compared with float64 in the same run, and a wrong result gets no time.
 """
 
 import argparse
@@ -52,10 +52,8 @@ class Layer:
         self.world, self.num_rows = world, num_rows
         self.x, self.w_up = random(num_rows, hidden), random(hidden, columns) / hidden**0.5
         self.h, self.w_down = random(world.size * num_rows, columns), random(columns, hidden) / intermediate**0.5
-        self.gather, self.scatter = (
-            AllGatherGemm(world, self.w_up, num_rows),
-            GemmReduceScatter(world, self.w_down, num_rows),
-        )
+        self.gather = AllGatherGemm(world, self.w_up, num_rows)
+        self.scatter = GemmReduceScatter(world, self.w_down, num_rows)
         self.gathered = self.x.new_empty(world.size * num_rows, hidden)
         self.summed = self.x.new_empty(num_rows, hidden)
         own = torch.linspace(0, num_rows - 1, min(SAMPLED_ROWS, num_rows)).long()
