@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from tilecrew.demo.agreement import Check
     from tilecrew.demo.model import ModelSize
 
+try:
+    from tilecrew.parallel.launch import ProcessesError, run_processes
+except ImportError:  # a torch without torch.distributed, where `check_ranks` is not called
+    ProcessesError = RuntimeError  # type: ignore[misc, assignment]
+
 NUM_PROCESSES = 4
 LONGEST_PROMPT, MOST_NEW_TOKENS = 256, 4
 LIMIT_SECONDS = 300.0  # for slow machines, and for busy ones
@@ -38,7 +43,6 @@ def check_ranks(size: "ModelSize", tokens: list[int], num_new_tokens: int) -> "l
     Raises tilecrew.parallel.ProcessesError where one fails.
     """
     from tilecrew.demo.agreement import FLOAT32_TOLERANCE, Check
-    from tilecrew.parallel import run_processes
 
     prompts = [tokens[:length] for length in prompt_lengths(len(tokens))]
     num_new_tokens = min(num_new_tokens, MOST_NEW_TOKENS)

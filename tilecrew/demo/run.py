@@ -35,7 +35,7 @@ from tilecrew.demo.model import (  # noqa: E402
     train_tokenizer,
 )
 from tilecrew.demo.picture import draw  # noqa: E402
-from tilecrew.demo.ranks import NUM_PROCESSES, check_ranks, prompt_lengths  # noqa: E402
+from tilecrew.demo.ranks import NUM_PROCESSES, ProcessesError, check_ranks, prompt_lengths  # noqa: E402
 from tilecrew.demo.timing import Timing, measure, operator_inputs, speed_up  # noqa: E402
 from tilecrew.gated_delta_rule.schedule import Problem, pick_recurrent  # noqa: E402
 
@@ -94,7 +94,11 @@ def run_demo(settings: Settings, console: Console) -> bool:
         spread_checks: list[Check] = []
         if all(check.agrees for check in checks) and torch.distributed.is_available():
             task = progress.add_task(f"again, experts on {NUM_PROCESSES} processes", total=1)
-            spread_checks = check_ranks(CPU_SIZE, prompt[0].tolist(), settings.new_tokens)
+            try:
+                spread_checks = check_ranks(CPU_SIZE, prompt[0].tolist(), settings.new_tokens)
+            except ProcessesError as error:
+                console.print(f"experts on {NUM_PROCESSES} processes failed: {error}", markup=False, highlight=False)
+                return False
             progress.advance(task)
 
     _print_setup(console, settings, model, size, dtype)
