@@ -40,16 +40,74 @@ def test_demo_checks_measures_and_draws(tmp_path):
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 20_000
     record = json.loads((tmp_path / "out" / "demo.json").read_text())
-    assert len(record["checks"]) == 3
+    names = [check["name"] for check in record["checks"]]
+    assert names[-2:] == ["prefill, experts on 4 processes", "decode, 2 steps, experts on 4 processes"]
+    assert len(names) == 5
+    assert all(0 < check["error"] < 1e-5 for check in record["checks"])
+    assert "(70, 52, 35, 17 tokens)" in result.output
     assert {(t["what"], t["path"], t["num_tokens"]) for t in record["timings"]} == {
         (what, path, 128) for what in ("operator", "model") for path in ("tilecrew", "transformers")
     }
     assert all(t["milliseconds"] > 0 for t in record["timings"])
 
 
+def without_processes(monkeypatch, *errors):
+    from tilecrew.demo import run
+    from tilecrew.demo.agreement import Check
+
+    checks = [Check(f"experts {number}", error, 1e-4) for number, error in enumerate(errors)]
+    monkeypatch.setattr(run, "check_ranks", lambda *rest: checks)
+
+
+def test_spread_experts_that_disagree_fail(monkeypatch, tmp_path):
+    without_processes(monkeypatch, 1e-6, 1e-3)
+    result = invoke("--output", str(tmp_path / "out"))
+    assert result.exit_code == 1, result.output
+    assert "disagrees" in next(line for line in result.output.splitlines() if "experts 1" in line)
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_that_fail_are_shown(monkeypatch, tmp_path):
+    from tilecrew.demo import run
+
+    def fails(*rest):
+        raise run.ProcessesError({2: "MemoryError"})
+
+    monkeypatch.setattr(run, "check_ranks", fails)
+    result = invoke("--output", str(tmp_path / "out"))
+    assert result.exit_code == 1, result.output
+    assert "experts on 4 processes failed: rank 2: MemoryError" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_experts_are_noticed(monkeypatch):
+    """What each process compares, here on the only rank of a World."""
+    from tilecrew.demo import ranks
+    from tilecrew.parallel import World
+
+    size = {"hidden_size": 64, "num_layers": 4, "num_key_heads": 1, "num_value_heads": 2}
+    (world,) = World.emulated(1, device="cpu")
+    right = ranks.compare(world, size, [list(range(40))], 2)
+    assert max(right.prefill, *right.decode) < 1e-5
+    assert right.num_experts == 8
+    layer = tilecrew.moe_forward
+    monkeypatch.setattr(tilecrew, "moe_forward", lambda x, ids, *rest, **more: layer(x, ids.flip(1), *rest, **more))
+    wrong = ranks.compare(world, size, [list(range(40))], 2)
+    assert min(wrong.prefill, *wrong.decode) > 1e-4
+
+
+def test_largest_error_of_processes():
+    from tilecrew.demo.ranks import _largest
+
+    assert _largest([1.0, 3.0, 2.0]) == 3.0
+    for errors in ([float("nan"), 1.0], [1.0, float("nan")]):
+        assert not _largest(errors) <= 1e9
+
+
 def test_slow_machine_measures_short_prompts_only(monkeypatch, tmp_path):
     from tilecrew.demo import timing
 
+    without_processes(monkeypatch, 1e-6)
     monkeypatch.setattr(timing, "TOTAL_SECONDS", 0.0)
     monkeypatch.setattr(timing, "POINT_SECONDS", 0.0)
     result = invoke("--max-tokens", "256", "--output", str(tmp_path))

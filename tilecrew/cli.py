@@ -4,6 +4,7 @@ what is missing."""
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import sys
 import warnings
@@ -167,6 +168,57 @@ def add_bench(app: Any) -> None:
             console.print(str(error), markup=False)
             raise typer.Exit(2) from None
         if not is_good:
+            raise typer.Exit(1)
+
+    _add_bench_moe(bench)
+
+
+def _add_bench_moe(bench: Any) -> None:
+    import typer
+
+    @bench.command("moe")
+    def bench_moe(
+        ranks: Annotated[
+            str, typer.Option(help="Numbers of emulated ranks, with commas. [default: 1,2,4,8, on the CPU 1,2]")
+        ] = "",
+        shapes: Annotated[
+            str, typer.Option(help="DeepSeek-V3, Qwen3-30B, Qwen3-Next, small. [default: the first three on a GPU]")
+        ] = "",
+        tokens: Annotated[int | None, typer.Option(help="Of each rank. [default: 1024, on the CPU 64]")] = None,
+        routing: Annotated[str, typer.Option(help="uniform, skewed or both.")] = "both",
+        dispatch: Annotated[str, typer.Option(help="warps or blocks. [default: as tilecrew chooses]")] = "",
+        num_comm_blocks: Annotated[int | None, typer.Option(help="[default: as tilecrew chooses]")] = None,
+        json: Annotated[Path | None, typer.Option(help="Where to write the figures, after every case.")] = None,
+        seconds: Annotated[float, typer.Option(min=0.0, help="Of all cases; then none is begun any more.")] = 120.0,
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    ) -> None:
+        """Time the expert-parallel mixture of experts on ranks emulated by one device, part by part, beside the same
+        layer of torch's functions on one rank.
+
+        Exit code 1 where a result is wrong or a case was left out, 2 where something is missing.
+        """
+        from rich.console import Console
+
+        console = Console()
+        # Emulated ranks have two streams each; CUDA reads this when it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        run = importlib.import_module("tilecrew.benchmark.moe")
+        try:
+            settings = run.settings_of(
+                choose_device(device),
+                shapes=shapes,
+                routing=routing,
+                ranks=ranks,
+                tokens=tokens,
+                dispatch=dispatch,
+                num_comm_blocks=num_comm_blocks,
+                seconds=seconds,
+                json=json,
+            )
+        except ValueError as error:
+            console.print(str(error), markup=False)
+            raise typer.Exit(2) from None
+        if not run.run_benchmark(settings, lambda line: console.print(line, markup=False, soft_wrap=True)):
             raise typer.Exit(1)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import sys
 
 import pytest
 import torch
@@ -158,6 +159,78 @@ def test_experts_that_would_compute_something_else_are_refused():
         block.experts = torch.nn.Identity()
         with pytest.raises(ValueError, match="are a Identity, not a Qwen3NextExperts"):
             block(x)
+
+
+def spread(world, family, new_model=build):
+    """Prefill and decode of a rank's own tokens, before and after its model's experts are spread: errors of the logits,
+    experts before and behind, what transformers' own path, a second spreading and another model say."""
+    model = new_model(family)
+    pieces = [tokens(1, 9 + 20 * world.rank, seed=world.rank), *(tokens(1, 1, seed=seed) for seed in range(3, 6))]
+    with integration.torch_path():
+        expected = logits_of_pieces(model, pieces)
+    whole = block_of(model).experts.down_proj.shape[0]
+    assert integration.spread_experts(model, world, capacity=30) == 4
+    with integration.enabled():
+        actual = logits_of_pieces(model, pieces)
+    messages = []
+    for call in (
+        lambda: model(pieces[0]),
+        lambda: integration.spread_experts(model, world, capacity=30),
+        lambda: integration.spread_experts(torch.nn.Linear(2, 2), world, capacity=30),
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as raised, integration.torch_path():
+            call()
+        messages.append(str(raised.value))
+    errors = [error(a, b) for a, b in zip(actual, expected, strict=True)]
+    return errors, [whole, *(block_of(model, n).experts.gate_up_proj.shape[0] for n in range(4))], messages
+
+
+def spread_all(world):
+    """Every family, and errors where the last rank has another model: its experts' outputs are others for all."""
+    sys.modules.setdefault("fla", None)  # transformers imports it where it is installed, which takes long
+    found = {}
+    for family in FAMILIES:
+        wrong = spread(world, family, lambda name: build(name, seed=world.rank // (world.size - 1)))[0]
+        found[family] = *spread(world, family), wrong
+    return found
+
+
+@pytest.mark.slow
+def test_experts_spread_over_processes():
+    parallel = pytest.importorskip("tilecrew.parallel")
+    for found in parallel.run_processes(spread_all, 2):
+        for errors, counts, messages, wrong in found.values():
+            assert max(errors) < TOLERANCE
+            assert max(wrong) > 1e-3
+            assert counts == [4, 2, 2, 2, 2]
+            assert "only this rank's experts (spread_experts)" in messages[0]
+            assert "have been spread already" in messages[1]
+            assert "model must have mixture-of-experts blocks" in messages[2]
+
+
+def test_gradients_of_spread_experts():
+    """Each rank's experts get the gradients of all ranks' tokens."""
+    parallel = pytest.importorskip("tilecrew.parallel")
+    worlds = parallel.World.emulated(3, device="cpu")
+    inputs = [torch.randn(1, num_tokens, 32) for num_tokens in (5, 0, 8)]
+    whole = block_of(build().train())
+    sum(whole(x).square().sum() for x in inputs if x.numel()).backward()
+
+    blocks = [copy.deepcopy(whole) for _ in worlds]
+    for block in blocks:
+        block.zero_grad()
+
+    def spread_and_run(world):
+        block = blocks[world.rank]
+        integration.spread_experts(block, world, capacity=8)
+        block(inputs[world.rank]).square().sum().backward()
+
+    with integration.enabled():
+        parallel.on_every_rank(worlds, spread_and_run)
+    for name in ("gate_up_proj", "down_proj"):
+        gradient = torch.cat([getattr(block.experts, name).grad for block in blocks])
+        assert error(gradient, getattr(whole.experts, name).grad) < 1e-5
+    assert [block.experts.down_proj.shape[0] for block in blocks] == [2, 1, 1]
 
 
 @pytest.mark.gpu

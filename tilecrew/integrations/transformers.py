@@ -11,7 +11,8 @@ kernel.) `enable` replaces those globals, so there is nothing to rebuild in a mo
 `causal_conv1d_fn`, the short convolution before the delta rule, for packed batches only: the convolution too must not
 look across a sequence boundary.
 
-Mixture-of-experts blocks are the subject of `transformers_experts`; `enable(moe=False)` leaves them alone.
+Mixture-of-experts blocks are the subject of `transformers_experts`; `enable(moe=False)` leaves them alone, and
+`spread_experts(model, world, capacity)` spreads their experts over ranks.
 
 `enable` has no effect on layers whose whole `forward` was replaced by a Hub kernel (`use_kernels=True`).
 """
@@ -28,6 +29,7 @@ import torch
 
 import tilecrew
 from tilecrew.integrations import transformers_experts
+from tilecrew.integrations.transformers_experts import spread_experts as spread_experts
 
 #: The modeling modules of transformers that have Gated DeltaNet layers; those that the installed version lacks are
 #: skipped.

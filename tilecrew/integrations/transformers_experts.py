@@ -6,16 +6,24 @@ float32 and rounded once.
 
 The forward is replaced in the block's class. A model whose modules were given forwards of their own before (accelerate
 does so where a model is spread over several devices, or offloaded) keeps those: enable before such a model is loaded.
+
+`spread_experts` gives each rank of a World its part of a model's experts. The rest of the model stays whole everywhere:
+each rank runs it on tokens of its own, and only at its mixture-of-experts blocks do ranks meet.
 """
 
 import importlib
 import importlib.util
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 import tilecrew
+from tilecrew.moe.routing import expert_range
+
+if TYPE_CHECKING:
+    from tilecrew.parallel.world import World
 
 #: Modeling module -> classes of its block and of the experts inside. What the installed version lacks is skipped.
 BLOCKS = {
@@ -25,6 +33,16 @@ BLOCKS = {
 
 # What `replace` found: {class of the block: its forward}. Empty while nothing is replaced.
 _originals: dict[type, Callable[..., torch.Tensor]] = {}
+
+
+class _Spread(NamedTuple):
+    world: "World"
+    capacity: int
+    num_experts: int  # of all ranks
+
+
+# The modules of experts of which this rank has a part.
+_spread: weakref.WeakKeyDictionary[torch.nn.Module, _Spread] = weakref.WeakKeyDictionary()
 
 
 def replace() -> None:
@@ -53,6 +71,76 @@ def is_replaced() -> bool:
     return bool(_originals)
 
 
+@torch.no_grad()
+def spread_experts(model: torch.nn.Module, world: "World", capacity: int) -> int:
+    """Leaves this rank of a World its part of the experts of every mixture-of-experts block of `model`, and returns the
+    number of blocks. Collective: every rank does so with the same model.
+
+    Rank r keeps the experts `tilecrew.moe.expert_range(r, E, world.size)` of each block, in new parameters; the memory
+    of the others is free when nothing else holds it. Routers, shared experts and all other layers stay whole on every
+    rank. With `enable()` each rank then calls the model on tokens of its own, and gets their outputs; the ranks must
+    make the same number of forwards. transformers' own path cannot run such a model any more and raises.
+
+    Args:
+        model: a model, or a part of one, on the device of the world and in its final dtype (on a GPU bfloat16 or
+            float16). Its `state_dict` has this rank's experts afterwards: load checkpoints before.
+        world: this rank's tilecrew.parallel.World. Emulated ranks have a model each.
+        capacity: the most tokens, B * T, of any rank's forward; memory is allocated for it once.
+
+    Raises ValueError where the model has no such blocks, where its experts are spread already, are not of a kind that
+    tilecrew runs or on another device, and on every rank where ranks differ in sizes.
+    """
+    from tilecrew.moe.workspace import MoESizes, MoEWorkspace
+
+    blocks = _blocks_of(model)
+    if not blocks:
+        known = ", ".join(block for block, _ in BLOCKS.values())
+        raise ValueError(f"model must have mixture-of-experts blocks ({known}), got a {type(model).__name__}")
+    for block, experts_class in blocks:
+        _check(block.experts, experts_class)
+        if block.experts in _spread:
+            raise ValueError("the experts of this model have been spread already")
+        if block.experts.down_proj.device != world.device:
+            raise ValueError(
+                f"model must be on the device of the world, {world.device}, got experts on "
+                f"{block.experts.down_proj.device}"
+            )
+    for block, _ in blocks:
+        experts = block.experts
+        num_experts, hidden_size, intermediate_size = experts.down_proj.shape
+        dtype = experts.down_proj.dtype
+        sizes = MoESizes(capacity, block.gate.top_k, num_experts, hidden_size, intermediate_size, dtype)
+        if sizes not in world.workspaces:
+            MoEWorkspace(world, sizes)
+        own = expert_range(world.rank, num_experts, world.size)
+        for name in ("gate_up_proj", "down_proj"):
+            whole = getattr(experts, name)
+            part = whole[own.start : own.stop].clone()
+            setattr(experts, name, torch.nn.Parameter(part, requires_grad=whole.requires_grad))
+        experts.forward = _refuse_a_part
+        _spread[experts] = _Spread(world, capacity, num_experts)
+    return len(blocks)
+
+
+def _blocks_of(model: torch.nn.Module) -> list[tuple[Any, type]]:
+    """The blocks in a model, each with the class that its experts should have."""
+    classes = {}
+    for name, (block_name, experts_name) in BLOCKS.items():
+        path = f"transformers.models.{name}"
+        if importlib.util.find_spec(path) is not None:
+            module = importlib.import_module(f"{path}.modeling_{name}")
+            if hasattr(module, block_name) and hasattr(module, experts_name):
+                classes[getattr(module, block_name)] = getattr(module, experts_name)
+    return [(module, classes[type(module)]) for module in model.modules() if type(module) in classes]
+
+
+def _refuse_a_part(*args: Any, **kwargs: Any) -> torch.Tensor:
+    raise RuntimeError(
+        "this model has only this rank's experts (spread_experts), which transformers' own path cannot run; call "
+        "tilecrew.integrations.transformers.enable()"
+    )
+
+
 def _forward_with(experts_class: type) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         _check(self.experts, experts_class)
@@ -67,6 +155,7 @@ def _forward_with(experts_class: type) -> Callable[..., torch.Tensor]:
             self.experts.down_proj.transpose(1, 2),
             shared=shared,
             gate_up_layout="halves",
+            **(_spread[self.experts]._asdict() if self.experts in _spread else {}),
         )
         return out.reshape(hidden_states.shape)
 

@@ -5,9 +5,9 @@ Roles        one warp of the GEMM's blocks, beside its load role and consumers (
 Hand-offs    counters[row block of 128] (scope gpu) += rows that have landed, padding too -> CountGate of the GEMM, of
              any block. The mover itself waits for nothing but its own copies, and never for the GEMM.
 Timeline     [piece of 2 KB] asynchronous copy into the next of 7 slots -> [last piece of a row] where the next row
-             comes from, the offset of the row behind it, and the indices of the one after that -> wait for the copy of six pieces before -> slot ->
-             registers -> store -> [last piece of a chunk of rows] proxy fence (TMA will read them) -> barrier ->
-             release
+             comes from, the offset of the row behind it, the indices of the one after that -> wait for the copy of six
+             pieces before -> slot -> registers -> store -> [last piece of a chunk of rows] proxy fence (TMA will read
+             them) -> barrier -> release
 
 Block b moves the chunks b, b + blocks, ... of CHUNK rows, so that row blocks are complete in the order in which tiles
 need them. A release waits until all stores before it can be seen: one for CHUNK rows. Every thread reads from a slot
@@ -47,9 +47,9 @@ def move_rows(slots, tensors):
     num_pieces = num_chunks * CHUNK * pieces_of_row
     column = gl.arange(0, COLUMNS, layout)
     AHEAD: gl.constexpr = SLOTS - 1
-    # Of the row whose pieces set out, its rank and place; of the one after it, rank, token and its rank's offset; of the
-    # one after that, rank and token. So nothing waits for what it has just loaded: acquires of the load role empty the
-    # L1 cache all the time.
+    # Known of the row whose pieces set out: its rank and place; of the one after it: rank, token and the rank's offset;
+    # of the one after that: rank and token. So nothing waits for what it has just loaded, past the L1 cache, which
+    # acquires of the load role empty all the time.
     rank, token = load_indices(indices, block * CHUNK, num_rows)
     source = row_of_peer(x, load_offset(offsets, rank), token, num_columns)
     last_row = row_after(block * CHUNK, num_blocks)

@@ -59,7 +59,8 @@ def combine_kernel(
     COLUMNS: tl.constexpr,
 ):
     """tensors: y [P, num_columns] of this rank, the offsets of all, indices [T * K, 2], weights [T, K] float32 or None,
-    base [T, num_columns] or None, out [T, num_columns]. flags: epoch, slots, control block of the world, its offsets."""
+    base [T, num_columns] or None, out [T, num_columns]. flags: epoch, slots, the world's control block and its offsets.
+    """
     y, offsets, indices, weights, base, out = tensors
     epoch, slots, control, control_offsets = flags
     expected = tl.load(epoch)
