@@ -433,13 +433,15 @@ def store_tile(
     """Epilogue and stores, PIECE columns after the others: a whole tile in float32 twice would not fit registers."""
     if config.num_output_buffers > 0:
         tma_store_wait(0)  # the stores of the tile before: long over
-    left, right = halves(accumulator)
-    if config.block_n == 4 * PIECE_COLUMNS:
+    if config.block_n == PIECE_COLUMNS:
+        pieces = (accumulator,)
+    elif config.block_n == 2 * PIECE_COLUMNS:
+        pieces = halves(accumulator)
+    else:
+        left, right = halves(accumulator)
         a, b = halves(left)
         c, d = halves(right)
         pieces = (a, b, c, d)
-    else:
-        pieces = (left, right)
     NUM_PIECES: gl.constexpr = config.block_n // PIECE_COLUMNS
     for piece in gl.static_range(NUM_PIECES):
         store_piece(pieces[piece], tile, tiles, out_desc, pointers, num_columns, epilogue, CONSUMER, piece, config)
