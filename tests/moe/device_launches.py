@@ -66,6 +66,12 @@ LAUNCHES = {
     "dispatch": lambda: Launch(
         kernel_dispatch_gemm.dispatch_kernel, 1, (HALF, I64, I32, I32, 8, HALF, I32, I32, 64), schedule.DISPATCH
     ),
+    "share": lambda: Launch(
+        kernel_dispatch_gemm.share_kernel,
+        1,
+        (I64, F32, I32, F32, I32, I32, 128, 128, 8, 64),
+        {"num_warps": 4, "BLOCK": 1024},
+    ),
     "tables": lambda: Launch(
         kernel_dispatch_gemm.tables_kernel, 1, (I32, I64, F32, I64, I32, F32, 512), {"num_warps": 4, "BLOCK": 1024}
     ),

@@ -77,8 +77,7 @@ PIECE_COLUMNS = gl.constexpr(PIECE)
 class GemmConfig:
     """What the kernel is compiled for. block_m is consumer_rows * num_consumers; piece_columns are those of a stored
     piece, after the epilogue; table_length as in TileSizes; writes_tail: rows behind the last offset become zeros;
-    mover_slots,
-    mover_columns: slots of the mover, 0 without one, and their elements."""
+    mover_slots, mover_columns: slots of the mover, 0 without one, and their elements."""
 
     table_length: int
     num_consumers: int
@@ -433,15 +432,12 @@ def store_tile(
     """Epilogue and stores, PIECE columns after the others: a whole tile in float32 twice would not fit registers."""
     if config.num_output_buffers > 0:
         tma_store_wait(0)  # the stores of the tile before: long over
-    if config.block_n == PIECE_COLUMNS:
-        pieces = (accumulator,)
-    elif config.block_n == 2 * PIECE_COLUMNS:
+    pieces = (accumulator,)
+    if config.block_n == 2 * PIECE_COLUMNS:
         pieces = halves(accumulator)
-    else:
+    elif config.block_n == 4 * PIECE_COLUMNS:
         left, right = halves(accumulator)
-        a, b = halves(left)
-        c, d = halves(right)
-        pieces = (a, b, c, d)
+        pieces = halves(left) + halves(right)
     NUM_PIECES: gl.constexpr = config.block_n // PIECE_COLUMNS
     for piece in gl.static_range(NUM_PIECES):
         store_piece(pieces[piece], tile, tiles, out_desc, pointers, num_columns, epilogue, CONSUMER, piece, config)
