@@ -41,7 +41,7 @@ def test_compiles(name, version, reports):
         assert "ld.acquire.sys.global.b32" in ptx
         assert "st.release.sys.global.b32" in ptx  # where a wait fails
     if name == "combine":
-        assert len(re.findall(WIDE_LOAD, ptx)) == 8  # unrolled
+        assert len(re.findall(WIDE_LOAD, ptx)) == 2 * 8  # unrolled, 16 columns a thread
     if name.startswith(("GEMM behind", "GEMM with")):
         assert "ld.acquire.gpu.global.b32" in ptx
     if name.startswith("GEMM"):

@@ -7,7 +7,7 @@ import pytest
 from tests.grouped_gemm.problems import H200
 from tilecrew._hardware import hardware_of
 from tilecrew.grouped_gemm.schedule import SHARED_MEMORY, Problem, pick
-from tilecrew.moe.schedule import MOVER_BYTES, pick_dispatch, with_mover
+from tilecrew.moe.schedule import MOVER_BYTES, combine_options, pick_dispatch, with_mover
 
 PROBLEM = Problem(16384, 8, 2048, 2048, "bfloat16", has_gate=True)
 SM_120 = dataclasses.replace(H200, capability=(12, 0), name="RTX")
@@ -36,3 +36,14 @@ def test_tiles_leave_the_mover_its_slots(num_groups):
 def test_mma_sync_has_no_mover():
     with pytest.raises(ValueError, match="it has no mover"):
         pick(with_mover(PROBLEM), H200, "mma_sync")
+
+
+def test_combine_options():
+    """Most blocks have a group, a thread 16 or 32 bytes of each route, and no group more than 128 rows."""
+    few_routes = [(8192, 8, 132, 16), (1024, 8, 132, 8), (1, 8, 132, 1), (1024, 8, 33, 16)]
+    many_routes = [(8192, 10, 132, 8), (8192, 128, 132, 1)]
+    for num_tokens, top_k, num_blocks, tokens in (*few_routes, *many_routes):
+        options = combine_options(num_tokens, top_k, num_blocks)
+        assert options["TOKENS"] == tokens
+        assert options["TOKENS"] * options["COLUMNS"] // (32 * options["num_warps"]) in (8, 16)
+        assert options["maxnreg"] * 32 * options["num_warps"] <= 65536

@@ -16,9 +16,9 @@ MOVER_BYTES = MOVER_SLOTS * MOVER_COLUMNS * 2
 # Launches of blocks that move rows: there is one on a multiprocessor, and what it has in flight, here 64 KB, over the
 # two microseconds that a peer's memory is away is the speed of a multiprocessor.
 DISPATCH = {"ROWS": 32, "COLUMNS": 1024, "num_warps": 16}
-# The same for one route of the tokens of a piece; maxnreg: all that 16 warps can have.
-COMBINE = {"COLUMNS": 512, "num_warps": 16, "maxnreg": 128}
+# Of combine blocks a thread has 16 bytes of each route of its tokens in flight, or twice that.
 MOST_COMBINE_TOKENS, MOST_COMBINE_ROWS = 16, 128
+MOST_COMBINE_COLUMNS, LEAST_COMBINE_COLUMNS = 2048, 512
 
 
 def with_mover(problem: Problem) -> Problem:
@@ -47,4 +47,6 @@ def combine_options(num_tokens: int, top_k: int, num_blocks: int) -> dict[str, i
     tokens = MOST_COMBINE_TOKENS
     while tokens > 1 and (tokens * top_k > MOST_COMBINE_ROWS or 2 * num_tokens <= tokens * num_blocks):
         tokens //= 2
-    return {**COMBINE, "TOKENS": tokens}
+    columns = min(max(4096 // tokens, LEAST_COMBINE_COLUMNS), MOST_COMBINE_COLUMNS)
+    # maxnreg: all that 16 warps can have.
+    return {"TOKENS": tokens, "COLUMNS": columns, "num_warps": min(tokens * columns // 256, 16), "maxnreg": 128}
