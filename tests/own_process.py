@@ -16,14 +16,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def run_emulated(path, expression="", limit_seconds=1800):
-    """Runs a file of tests, whose output is shown where one fails; every test skipped is a skip."""
+def run_emulated(path, part="", limit_seconds=1800):
+    """Runs a file of tests, or a part of it (conftest's `--part`), whose output is shown where one fails; every test
+    skipped is a skip."""
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTHONPATH": str(ROOT)}
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
     # A watchdog ends the process, and what it says must not be captured.
     command = [sys.executable, "-m", "pytest", "-v", "-x", "--capture=sys", "-p", "no:cacheprovider", str(path)]
-    command += ["-k", expression] if expression else []
+    command += ["--part", part] if part else []
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
             command, env=environment, stdout=output, stderr=output, cwd=ROOT, start_new_session=True

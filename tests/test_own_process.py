@@ -1,8 +1,12 @@
 """A test process of its own: what it says of failures, skips and hangs."""
 
+import itertools
+import subprocess
+import sys
+
 import pytest
 
-from tests.own_process import run_emulated
+from tests.own_process import ROOT, run_emulated
 
 
 def file_of(tmp_path, body):
@@ -36,5 +40,19 @@ def test_all_skipped_is_a_skip(tmp_path):
 
 
 def test_no_tests_is_a_failure(tmp_path):
+    path = file_of(tmp_path, "pass")
+    path.write_text("")
     with pytest.raises(AssertionError, match="exit code 5"):
-        run_emulated(file_of(tmp_path, "pass"), "another")
+        run_emulated(path)
+
+
+def test_parts_are_the_whole():
+    """Every test of the file is in one of six parts, none in two."""
+    tests = []
+    for number in range(6):
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+        command += ["--part", f"{number}/6", "tests/moe/emulated_gpu.py"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        tests.append([line for line in output.splitlines() if "::" in line])
+    assert max(map(len, tests)) - min(map(len, tests)) <= 1
+    assert len(set(itertools.chain(*tests))) == sum(map(len, tests)) > 150
