@@ -1,4 +1,9 @@
-"""The record of a full run of the GPU tests, tied to its sources: `pytest -m gpu --gpu-record FILE` writes it."""
+"""The record of a full run of the GPU tests, tied to its sources: `pytest -m gpu --gpu-record FILE` writes it.
+
+Where a test was wrong, and not what it tests, `--gpu-record-again FILE` runs only the tests that failed, once they are
+mended, and brings their outcomes into the record, which says how many they were. The package's sources must be the
+same.
+"""
 
 import datetime
 import hashlib
@@ -12,7 +17,9 @@ import torch
 
 ROOT = pathlib.Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
-FIELDS = ("source_sha256", "passed", "failed", "skipped", "device", "torch", "triton", "date")
+COUNTS = ("passed", "failed", "skipped")
+PLACE = ("device", "torch", "triton")
+FIELDS = ("source_sha256", *COUNTS, *PLACE, "date", "failed_tests", "run_again")
 
 
 def source_sha256(root: pathlib.Path = ROOT) -> str:
@@ -28,10 +35,15 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-record", metavar="FILE", help="write the record of a full run of the GPU tests (-m gpu) to FILE"
     )
+    parser.addoption(
+        "--gpu-record-again", metavar="FILE", help="run the tests that failed in the record FILE again, and update it"
+    )
 
 
 def register(config: pytest.Config) -> None:
-    path = config.getoption("--gpu-record")
+    path, again = config.getoption("--gpu-record"), config.getoption("--gpu-record-again")
+    if again is not None:
+        config.pluginmanager.register(GpuRecorder(pathlib.Path(again), previous_record(again)), "gpu_recorder")
     if path is None or hasattr(config, "workerinput"):  # pytest-xdist: the controller sees every report
         return
     is_full = config.getoption("markexpr") == "gpu" and not config.getoption("keyword") and not _has_selection(config)
@@ -47,14 +59,38 @@ def _has_selection(config: pytest.Config) -> bool:
     return any(path not in (ROOT, ROOT / "tests") for path in paths) or bool(config.getoption("deselect"))
 
 
-class GpuRecorder:
-    """Counts outcomes and writes the record when the session ends."""
+def previous_record(path: str) -> dict[str, Any]:
+    """A record with failures, of the same sources on such a device with the same versions; else a UsageError."""
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--gpu-record-again needs a CUDA device")
+    record: dict[str, Any] = json.loads(pathlib.Path(path).read_text())
+    now = make_record(0, [], 0)
+    for name in ("source_sha256", *PLACE):
+        if record[name] != now[name]:
+            raise pytest.UsageError(f"--gpu-record-again: {name} is {now[name]}, and {record[name]} in {path}")
+    if not record["failed_tests"]:
+        raise pytest.UsageError(f"--gpu-record-again: no test has failed in {path}")
+    return record
 
-    def __init__(self, path: pathlib.Path) -> None:
+
+class GpuRecorder:
+    """Counts outcomes and writes the record when the session ends.
+
+    previous: the record whose failed tests alone run.
+    """
+
+    def __init__(self, path: pathlib.Path, previous: dict[str, Any] | None = None) -> None:
         self._path = path
+        self._previous = previous
         self._failed: set[str] = set()
         self._passed: set[str] = set()
         self._skipped: set[str] = set()
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if self._previous is not None:
+            others = [item for item in items if item.nodeid not in self._previous["failed_tests"]]
+            config.hook.pytest_deselected(items=others)
+            items[:] = [item for item in items if item.nodeid in self._previous["failed_tests"]]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -75,12 +111,21 @@ class GpuRecorder:
             return
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu-record needs a CUDA device")
-        record = make_record(passed, len(self._failed), len(self._skipped))
+        record = make_record(passed, sorted(self._failed), len(self._skipped))
+        if self._previous is not None:
+            again = self._passed | self._failed
+            left = sorted((set(self._previous["failed_tests"]) - again) | self._failed)
+            record |= {name: self._previous[name] for name in COUNTS} | {
+                "passed": self._previous["passed"] + passed,
+                "failed": len(left),
+                "failed_tests": left,
+                "run_again": self._previous["run_again"] + len(again),
+            }
         self._path.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def make_record(passed: int, failed: int, skipped: int) -> dict[str, Any]:
-    counts = {"passed": passed, "failed": failed, "skipped": skipped}
+def make_record(passed: int, failed: list[str], skipped: int) -> dict[str, Any]:
+    counts = {"passed": passed, "failed": len(failed), "skipped": skipped}
     return {
         "source_sha256": source_sha256(),
         **counts,
@@ -88,4 +133,6 @@ def make_record(passed: int, failed: int, skipped: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "failed_tests": failed,
+        "run_again": 0,
     }

@@ -92,6 +92,31 @@ def test_a_full_run_is_recorded(project, fails):
     assert record["device"] == "a device"
 
 
+def test_failed_tests_run_again(project):
+    """A test is mended, the sources are the same: its new outcome is on record, and that it has run again."""
+    project.makepyfile(test_one=TESTS.format(fails=True))
+    project.runpytest_inprocess("-m", "gpu", "--gpu-record", "record.json")
+    first = json.loads((project.path / "record.json").read_text())
+    assert (first["failed_tests"], first["run_again"]) == (["test_one.py::test_fails"], 0)
+    project.makepyfile(test_one=TESTS.format(fails=False))
+    result = project.runpytest_inprocess("-m", "gpu", "--gpu-record-again", "record.json")
+    result.assert_outcomes(passed=1, deselected=3)
+    record = json.loads((project.path / "record.json").read_text())
+    assert (record["passed"], record["failed"], record["skipped"]) == (2, 0, 1)
+    assert (record["failed_tests"], record["run_again"]) == ([], 1)
+    result = project.runpytest_inprocess("-m", "gpu", "--gpu-record-again", "record.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_other_sources_are_not_run_again(project, monkeypatch):
+    project.makepyfile(test_one=TESTS.format(fails=True))
+    project.runpytest_inprocess("-m", "gpu", "--gpu-record", "record.json")
+    monkeypatch.setattr(gpu_record, "source_sha256", lambda: "of other sources")
+    result = project.runpytest_inprocess("-m", "gpu", "--gpu-record-again", "record.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*source_sha256 is*"])
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["-m", "gpu", "-k", "passes"], ["-m", "gpu", "test_one.py"], ["-m", "not gpu"]]
 )
