@@ -17,7 +17,6 @@ from tilecrew.simulator import run
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Rows and columns of a tile, stages, staging tiles of a consumer.
-NARROW = (64, 64, 8, 2)
 SMALL = (64, 128, 4, 2)
 WIDE = (128, 256, 3, 1)
 MMA_SYNC = "mma.sync"
@@ -50,7 +49,7 @@ def test_groups(name, tile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", [NARROW, WIDE, MMA_SYNC])
+@pytest.mark.parametrize("tile", [WIDE, MMA_SYNC])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("num_inner", "num_columns"), [(8, 8), (64, 256), (328, 520)])
 def test_sizes(num_inner, num_columns, transposed, tile):

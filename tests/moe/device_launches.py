@@ -27,10 +27,10 @@ HALF = torch.zeros(256, 64, dtype=torch.bfloat16)
 SECOND = 10**9
 
 
-def combine(weights, base, top_k, capacity=8192):
-    tensors = (HALF, I64, I32, weights, base, HALF)
+def combine(weights, base, top_k, capacity=8192, staged=None):
+    tensors = (HALF, I64 if staged is None else staged, I32, weights, base, HALF)
     arguments = (tensors, (I32, I32, I32, I64), 0, 2, 128, 64, SECOND)
-    options = {**schedule.combine_options(capacity, top_k, H200.num_sms), "TOP_K": top_k}
+    options = {**schedule.combine_options(capacity, top_k, H200.num_sms), "TOP_K": top_k, "STAGED": staged is not None}
     return Launch(kernel_gemm_combine.combine_kernel, 1, arguments, options)
 
 
@@ -79,6 +79,13 @@ LAUNCHES = {
         kernel_dispatch_gemm.values_kernel, 1, (F32, I64, I32, I32, F32, 512), {"num_warps": 4, "BLOCK": 1024}
     ),
     "combine": lambda: combine(F32, None, 8),
+    "combine behind a pull": lambda: combine(F32, None, 8, staged=HALF),
+    "pull": lambda: Launch(
+        kernel_gemm_combine.pull_kernel,
+        1,
+        ((HALF, I64, I32, HALF), (I32, I32, I32, I64), 0, 2, 1024, 64, SECOND),
+        schedule.PULL,
+    ),
     "combine of a token": lambda: combine(F32, HALF, 8, 1),
     "combine with base, 10 routes": lambda: combine(F32, HALF, 10),
     "combine without weights, 20 routes": lambda: combine(None, None, 20),

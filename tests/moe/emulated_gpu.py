@@ -127,6 +127,19 @@ def test_steps_of_a_call(dispatch):
     gpu_ranks.check_forward(case, found, wanted)
 
 
+@pytest.fixture
+def pulls(monkeypatch):
+    """Results of other ranks are pulled beside the second GEMM, however few tokens there are."""
+    monkeypatch.setattr("tilecrew.moe.workspace.pulls_results", lambda capacity, is_emulated: True)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_matrix_with_pulled_results(size, name, pulls):
+    worlds = emulate(size)
+    check(worlds, world_cases.cases(size, BF16, "cuda")[name])
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_matrix(size, name, dispatch):

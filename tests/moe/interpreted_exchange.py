@@ -104,11 +104,29 @@ def test_tables_and_values(size):
             assert out[route] == (values[source].local[row] if source >= 0 else 0)
 
 
-def combine(ranks, rank, epoch, weights, base, tokens=8):
+def pull(ranks, rank, epoch):
+    """Rows of other ranks; NaN where none was pulled."""
+    world, routing, y, slots = ranks.worlds[rank], ranks.routings[rank], ranks.y[rank], ranks.slots[rank].cells.local
+    staged = torch.full((NUM_TOKENS * TOP_K, COLUMNS), float("nan"), dtype=torch.float16)
+    kernel_gemm_combine.pull_kernel[(3,)](
+        (y.local, y.offsets, routing.pull_combine_indices, staged),
+        (torch.tensor([epoch], dtype=torch.int32), slots, world.control.local, world.control.offsets),
+        rank,
+        world.size,
+        NUM_TOKENS * TOP_K,
+        COLUMNS,
+        SECOND,
+        ROWS=8,
+        COLUMNS=64,
+    )
+    return staged
+
+
+def combine(ranks, rank, epoch, weights, base, tokens=8, staged=None):
     world, routing, y, slots = ranks.worlds[rank], ranks.routings[rank], ranks.y[rank], ranks.slots[rank].cells.local
     out = torch.full((NUM_TOKENS, COLUMNS), 7.0, dtype=torch.float16)
     kernel_gemm_combine.combine_kernel[(3,)](
-        (y.local, y.offsets, routing.combine_indices, weights, base, out),
+        (y.local, y.offsets if staged is None else staged, routing.combine_indices, weights, base, out),
         (torch.tensor([epoch], dtype=torch.int32), slots, world.control.local, world.control.offsets),
         rank,
         world.size,
@@ -118,19 +136,20 @@ def combine(ranks, rank, epoch, weights, base, tokens=8):
         TOP_K=TOP_K,
         TOKENS=tokens,
         COLUMNS=64,
+        STAGED=staged is not None,
     )
     return out
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
-@pytest.mark.parametrize(("size", "tokens"), [(1, 8), (3, 8), (3, 1)])
-def test_combine(size, tokens, has_weights):
+@pytest.mark.parametrize(("size", "tokens", "pulls"), [(1, 8, False), (3, 8, False), (3, 1, False), (3, 8, True)])
+def test_combine(size, tokens, pulls, has_weights):
     ranks = Ranks(size)
     for rank, routing in enumerate(ranks.routings):
         ranks.slots[rank].cells.local.fill_(-(2**31))  # the epoch that follows 2^31 - 1
         weights = torch.rand(NUM_TOKENS, TOP_K) if has_weights else None
         base = torch.randn(NUM_TOKENS, COLUMNS).to(torch.float16) if has_weights else None
-        out = combine(ranks, rank, 2**31 - 1, weights, base, tokens)
+        out = combine(ranks, rank, 2**31 - 1, weights, base, tokens, pull(ranks, rank, 2**31 - 1) if pulls else None)
         table = routing.combine_indices.view(NUM_TOKENS, TOP_K, 2).tolist()
         for token in range(NUM_TOKENS):
             total = torch.zeros(COLUMNS)
@@ -142,12 +161,13 @@ def test_combine(size, tokens, has_weights):
             assert torch.equal(out[token], total.to(torch.float16))
 
 
-def test_a_row_block_that_does_not_come_is_named_on_all_ranks():
+@pytest.mark.parametrize("pulls", [False, True])
+def test_a_row_block_that_does_not_come_is_named_on_all_ranks(pulls):
     ranks = Ranks(3)
     for slots in ranks.slots:
         slots.cells.local.fill_(5)
     ranks.slots[1].cells.local[0, 2] = 4
-    out = combine(ranks, 1, 5, None, None)
+    out = combine(ranks, 1, 5, None, None, staged=pull(ranks, 1, 5) if pulls else None)
     assert out.isnan().any()
     for world in ranks.worlds:
         with pytest.raises(WaitError) as error:

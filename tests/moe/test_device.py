@@ -29,7 +29,7 @@ def test_compiles(name, version, reports):
     assert found["resources"]["local_memory_instructions"] == 0
     assert found["resources"]["overlaid_barriers"] == 0
     ptx = found["ptx"]
-    if name == "dispatch" or name.startswith("combine"):
+    if name in ("dispatch", "pull") or name.startswith("combine"):
         # 16 bytes at a time, and nothing of other ranks through the L1 cache.
         assert re.search(WIDE_LOAD, ptx)
         assert re.search(r"st\.global\.v4\.b32", ptx)
@@ -37,7 +37,7 @@ def test_compiles(name, version, reports):
     if name == "dispatch":
         fence, release = ptx.rindex("fence.proxy.async"), ptx.rindex("gpu.release.add")
         assert fence < ptx.rindex("bar.sync", 0, release)
-    if name.startswith("combine"):
+    if name == "pull" or (name.startswith("combine") and "behind" not in name):
         assert "ld.acquire.sys.global.b32" in ptx
         assert "st.release.sys.global.b32" in ptx  # where a wait fails
     if name == "combine":

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton")
 from tests.moe import gpu_ranks, serial_ranks, traced_launches, world_cases
 from tests.moe.world_cases import Case
-from tilecrew.moe import fused
+from tilecrew.moe import fused, workspace
 from tilecrew.moe.workspace import MoESizes, MoEWorkspace
 from tilecrew.parallel.world import STREAMS_OF_TORCH, distinct_streams
 
@@ -34,9 +34,20 @@ def forward_and_backward(recorder, worlds, inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "dispatch"), [(1, "warps"), (2, "warps"), (2, "blocks"), (3, "warps"), (3, "blocks")])
-def test_no_deadlock_and_nothing_loaded_late(size, dispatch, recorder):
+@pytest.mark.parametrize(
+    ("size", "dispatch", "pulls"),
+    [
+        (1, "warps", False),
+        (2, "warps", False),
+        (2, "blocks", False),
+        (3, "warps", True),
+        (3, "blocks", True),
+    ],
+)
+def test_no_deadlock_and_nothing_loaded_late(size, dispatch, pulls, recorder, monkeypatch):
     """All worlds of one process draw from torch's streams, which come again."""
+    if pulls:
+        monkeypatch.setattr(workspace, "pulls_results", lambda capacity, is_emulated: True)
     worlds = recorder.worlds(size)
     for name, case in world_cases.cases(size, BF16).items():
         if case.shared or ((size, dispatch) != (2, "warps") and name not in FEW):
@@ -52,6 +63,7 @@ def test_no_deadlock_and_nothing_loaded_late(size, dispatch, recorder):
         assert recorder.kernels() <= loaded, name
         assert recorder.operators <= operators, name
         assert recorder.host_waits == 0, name
+        assert any(entry.name == "pull_kernel" for entry in recorder.log) == pulls, name
 
 
 def test_sides_are_no_streams_of_ranks(recorder):

@@ -78,6 +78,7 @@ class Ranks:
         self.weights = torch.rand(SIZE, NUM_TOKENS, TOP_K)
         self.y = torch.empty(SIZE, num_rows, COLUMNS, dtype=torch.bfloat16)
         self.out = torch.empty(SIZE, NUM_TOKENS, COLUMNS, dtype=torch.bfloat16)
+        self.staged = torch.empty(SIZE, NUM_TOKENS * TOP_K, COLUMNS, dtype=torch.bfloat16)
         self.slots = torch.empty(SIZE, num_rows // 128, SIZE, dtype=torch.int32)
         self.arrivals = torch.zeros(SIZE, num_rows // 128, dtype=torch.int32)
         self.epoch = torch.full((1,), EPOCH, dtype=torch.int32)
@@ -86,6 +87,7 @@ class Ranks:
     def reset(self):
         self.y.fill_(float("nan"))
         self.out.fill_(float("nan"))
+        self.staged.fill_(float("nan"))
         self.slots.fill_(2**31 - 1)
 
     def gemm(self, rank):
@@ -97,12 +99,23 @@ class Ranks:
             self.hidden[rank], self.w[rank], offs, self.y[rank], tiles, 2, hooks, writes_tail=False
         )
 
+    def pull(self, rank):
+        tensors = (
+            self.y[rank],
+            offsets_from(rank, self.y),
+            self.routings[rank].pull_combine_indices,
+            self.staged[rank],
+        )
+        flags = (self.epoch, self.slots[rank], self.control, self.control)
+        arguments = (tensors, flags, rank, SIZE, NUM_TOKENS * TOP_K, COLUMNS, 10**10)
+        return Launch(kernel_gemm_combine.pull_kernel, 2, arguments, {"ROWS": 4, "COLUMNS": 256, "num_warps": 4})
+
     def combine(self, rank):
         table, weights = self.routings[rank].combine_indices, self.weights[rank]
         tensors = (self.y[rank], offsets_from(rank, self.y), table, weights, None, self.out[rank])
         flags = (self.epoch, self.slots[rank], self.control, self.control)
         arguments = (tensors, flags, rank, SIZE, NUM_TOKENS, COLUMNS, 10**10)
-        options = {"TOP_K": TOP_K, "TOKENS": 4, "COLUMNS": 256, "num_warps": 4}
+        options = {"TOP_K": TOP_K, "TOKENS": 4, "COLUMNS": 256, "STAGED": False, "num_warps": 4}
         return Launch(kernel_gemm_combine.combine_kernel, 2, arguments, options)
 
     def wanted(self, rank):
@@ -142,6 +155,23 @@ def test_both_ranks_end_in_every_order(simulated_words):
             assert (ranks.slots[:, :end, rank] == EPOCH).all()
             assert (ranks.slots[:, end:, rank] == 2**31 - 1).all()
         assert not ranks.arrivals.any()
+
+
+@pytest.mark.slow
+def test_rows_are_pulled_beside_the_gemms(simulated_words):
+    ranks = Ranks()
+    makers = (ranks.pull, ranks.gemm)
+    launches = [make(rank) for rank in range(SIZE) for make in makers]
+    programs = [run.compile_program(launch) for launch in launches]
+    for seed in range(2):
+        ranks.reset()
+        run.simulate(launches, seed, programs, 2)
+        for rank, routing in enumerate(ranks.routings):
+            writers, rows = routing.combine_indices.long().unbind(1)
+            is_remote = (writers >= 0) & (writers != rank)
+            assert is_remote.any()
+            assert torch.equal(ranks.staged[rank, is_remote], ranks.y[writers[is_remote], rows[is_remote]])
+            assert ranks.staged[rank, ~is_remote].isnan().all()
 
 
 @pytest.mark.slow

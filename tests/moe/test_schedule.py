@@ -7,7 +7,7 @@ import pytest
 from tests.grouped_gemm.problems import H200
 from tilecrew._hardware import hardware_of
 from tilecrew.grouped_gemm.schedule import SHARED_MEMORY, Problem, pick
-from tilecrew.moe.schedule import MOVER_BYTES, combine_options, pick_dispatch, with_mover
+from tilecrew.moe.schedule import MOVER_BYTES, combine_options, pick_dispatch, pulls_results, with_mover
 
 PROBLEM = Problem(16384, 8, 2048, 2048, "bfloat16", has_gate=True)
 SM_120 = dataclasses.replace(H200, capability=(12, 0), name="RTX")
@@ -36,6 +36,12 @@ def test_tiles_leave_the_mover_its_slots(num_groups):
 def test_mma_sync_has_no_mover():
     with pytest.raises(ValueError, match="it has no mover"):
         pick(with_mover(PROBLEM), H200, "mma_sync")
+
+
+def test_results_are_pulled_where_they_are_far_and_many():
+    assert pulls_results(512, is_emulated=False)
+    assert not pulls_results(511, is_emulated=False)
+    assert not pulls_results(8192, is_emulated=True)
 
 
 def test_combine_options():

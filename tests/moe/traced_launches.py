@@ -157,14 +157,17 @@ class Recorder(TorchDispatchMode):
         ]
 
     def _partners(self, size):
-        """Barrier -> the barriers of all ranks; combine -> the GEMMs of all ranks that notify; None: not launched."""
-        barriers, combines, sources = ([[] for _ in range(size)] for _ in range(3))
+        """Barrier -> the barriers of all ranks; pull and combine -> the GEMMs of all ranks that notify; None: not
+        launched."""
+        barriers, combines, sources, pulls = ([[] for _ in range(size)] for _ in range(4))
         told = {}  # the GEMM in front of a rank's next combine
         for number, entry in enumerate(self.log):
             if entry.kind == "barrier":
                 barriers[entry.rank].append(number)
             elif "notify_sources" in entry.key:
                 told[entry.rank] = (number,)
+            elif entry.name == "pull_kernel":
+                pulls[entry.rank].append(number)
             elif entry.name == "combine_kernel":
                 combines[entry.rank].append(number)
                 sources[entry.rank].append(told.pop(entry.rank, ()))
@@ -172,7 +175,8 @@ class Recorder(TorchDispatchMode):
         for own in barriers:
             for turn, number in enumerate(own):
                 partners[number] = [other[turn] if turn < len(other) else None for other in barriers]
-        for own in combines:
+        # With pull blocks these wait, once a call as combine does, and combine finds everything there.
+        for own in (*combines, *pulls):
             for turn, number in enumerate(own):
                 partners[number] = [n for other in sources for n in (other[turn] if turn < len(other) else (None,))]
         return partners

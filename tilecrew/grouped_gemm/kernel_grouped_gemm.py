@@ -432,11 +432,9 @@ def store_tile(
     """Epilogue and stores, PIECE columns after the others: a whole tile in float32 twice would not fit registers."""
     if config.num_output_buffers > 0:
         tma_store_wait(0)  # the stores of the tile before: long over
-    pieces = (accumulator,)
-    if config.block_n == 2 * PIECE_COLUMNS:
-        pieces = halves(accumulator)
-    elif config.block_n == 4 * PIECE_COLUMNS:
-        left, right = halves(accumulator)
+    pieces = halves(accumulator)
+    if config.block_n == 4 * PIECE_COLUMNS:
+        left, right = pieces
         pieces = halves(left) + halves(right)
     NUM_PIECES: gl.constexpr = config.block_n // PIECE_COLUMNS
     for piece in gl.static_range(NUM_PIECES):

@@ -7,10 +7,9 @@ Implementations:
     torch      one torch product a group, where the offsets are on the host
 
 Hopper tiles have 128 rows, or 64 where groups are so small that most of 128 would be padding: there the weights bind,
-not the products. They have 256 columns, or 128 where 256 would leave SMs without a tile; those of 64 rows as many, down
-to 64, as keep the SMs busy in their last turn, for all tiles of a group's weights take the same time. All shared memory
-goes into
-stages of the ring, after what the epilogue needs.
+not the products. They have 256 columns, or 128 where 256 would leave SMs without a tile; never fewer, which measured
+slower even where they fill the SMs' last turn (docs/notes/grouped-gemm.md). All shared memory goes into stages of the
+ring, after what the epilogue needs.
 
 Tiles of mma_sync are 128 x 128 x 64: a block of compute capability 12.0 has 99 KB of shared memory, three stages of 32
 KB fill it, and results leave registers without a staging tile.
@@ -19,7 +18,6 @@ Tiles come in a fixed order, block b of B taking the tiles b, b + B, ...: on an 
 same in alternating runs (674 and 677 TFLOP/s), for a counter in global memory that each call must reset.
 """
 
-import math
 from dataclasses import dataclass
 
 from tilecrew._hardware import Hardware
@@ -40,7 +38,6 @@ MMA_SYNC_WARPS = 8  # 16 rows each
 STAGES = (8, 4, 3, 2)  # counts by which the ring can number its stages
 BAND = 4  # row blocks that are computed together; up to 8 measured the same
 SMALL_GROUP = 64  # mean rows of a group up to which tiles have 64 rows
-FULL_TURN = 0.9  # share of the SMs' turns that tiles of 64 rows should fill
 MAX_GROUPS = 1022
 MAX_ROWS = 2**31 - 1024
 SEARCH = 128  # the table of groups is read in pieces of this length
@@ -153,7 +150,9 @@ def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
     mean_rows = problem.num_rows / max(problem.num_groups, 1)
     may_be_small = not (problem.has_gate or problem.notifies)
     block_m = CONSUMER_ROWS if mean_rows <= SMALL_GROUP and may_be_small else ROW_BLOCK
-    block_n = _wide_columns(problem, num_sms) if block_m == ROW_BLOCK else _narrow_columns(problem, num_sms)
+    row_blocks = max(_ceil_div(problem.num_rows, block_m), min(problem.num_groups, problem.num_rows) // 2, 1)
+    is_wide = row_blocks * _ceil_div(problem.num_columns, 256) >= num_sms
+    block_n = 256 if is_wide and problem.num_columns > 128 else 128
     for num_stages in STAGES:
         for num_output_buffers in (2, 1):
             tiles = TileSizes(
@@ -172,27 +171,6 @@ def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
             if tiles.shared_memory_bytes <= SHARED_MEMORY:
                 return tiles
     raise AssertionError("two stages fit for every number of groups that supports() lets through")
-
-
-def _wide_columns(problem: Problem, num_sms: int) -> int:
-    """Columns of tiles with 128 rows."""
-    row_blocks = max(_ceil_div(problem.num_rows, ROW_BLOCK), min(problem.num_groups, problem.num_rows) // 2, 1)
-    is_wide = row_blocks * _ceil_div(problem.num_columns, 256) >= num_sms
-    return 256 if is_wide and problem.num_columns > 128 else 128
-
-
-def _narrow_columns(problem: Problem, num_sms: int) -> int:
-    """Columns of tiles with 64 rows: the most that fill turns of the SMs, else those that fill them best."""
-    E = max(problem.num_groups, 1)
-    # Groups that have rows, if each row goes to any group alike.
-    num_hit = E * (1 - (1 - 1 / E) ** problem.num_rows)
-    filled = {}
-    for block_n in (256, 128, 64):
-        num_tiles = max(num_hit, 1.0) * _ceil_div(problem.num_columns, block_n)
-        filled[block_n] = num_tiles / (math.ceil(num_tiles / num_sms) * num_sms)
-        if filled[block_n] >= FULL_TURN and problem.num_columns > block_n // 2:
-            return block_n
-    return max(filled, key=lambda block_n: filled[block_n])
 
 
 def mma_sync_tiles(problem: Problem) -> TileSizes:

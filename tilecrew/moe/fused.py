@@ -4,8 +4,9 @@
     gemm_combine     grouped GEMM whose epilogue tells all ranks -> their tokens' sums
 
 On a GPU rows are moved by a warp of each of the GEMM's blocks, or by communication blocks, which run beside the GEMM on
-a stream of their own; its grid leaves them their multiprocessors. Blocks that combine follow their rank's GEMM, on all
-of its multiprocessors. On the CPU torch does the same, through the same gate, epilogue, slots and parallel tensors.
+a stream of their own; its grid leaves them their multiprocessors. Results of other ranks are pulled by such blocks
+beside the second GEMM; blocks that combine follow both, on all multiprocessors of the rank. On the CPU torch does the
+same, through the same gate, epilogue, slots and parallel tensors.
 """
 
 import importlib
@@ -18,7 +19,7 @@ from tilecrew.grouped_gemm import operators
 from tilecrew.grouped_gemm.hooks import CountGate, Epilogue, Gate, Identity
 from tilecrew.grouped_gemm.schedule import pick
 from tilecrew.moe.routing import ROW_BLOCK, Routing
-from tilecrew.moe.schedule import DISPATCH, MOVER_COLUMNS, MOVER_SLOTS, combine_options, with_mover
+from tilecrew.moe.schedule import DISPATCH, MOVER_COLUMNS, MOVER_SLOTS, PULL, combine_options, with_mover
 from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
 from tilecrew.parallel import host_signal
 
@@ -94,8 +95,18 @@ def gemm_combine(
         if rows.shape[0] > 0:
             operators.run(rows, w, routing.offs, results, None, None, NotifySources(workspace))
         return _combine_on_cpu(workspace, routing, weights, base, out)
-    if rows.shape[0] > 0:
-        launch_gemm(workspace, rows, w, routing, results, None, NotifySources(workspace), num_comm_blocks=0)
+    notify = NotifySources(workspace)
+    if workspace.staged is None:
+        if rows.shape[0] > 0:
+            launch_gemm(workspace, rows, w, routing, results, None, notify, num_comm_blocks=0)
+    else:
+        stream, side = torch.cuda.current_stream(), workspace.world.side_stream
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            launch_pull(workspace, routing, num_tokens)
+        if rows.shape[0] > 0:
+            launch_gemm(workspace, rows, w, routing, results, None, notify, workspace.num_comm_blocks)
+        stream.wait_stream(side)
     launch_combine(workspace, routing, weights, base, out)
     return out
 
@@ -187,6 +198,22 @@ def launch_gemm_with_movers(
     kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
 
 
+def launch_pull(workspace: MoEWorkspace, routing: Routing, num_tokens: int) -> None:
+    """Communication blocks that wait for row blocks of other ranks and bring them, in the order in which they land."""
+    kernels = importlib.import_module("tilecrew.moe.kernel_gemm_combine")
+    world, results = workspace.world, workspace.results
+    kernels.pull_kernel[(workspace.num_comm_blocks,)](
+        (results.local, results.offsets, routing.pull_combine_indices, workspace.staged),
+        (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets),
+        world.rank,
+        world.size,
+        num_tokens * workspace.sizes.top_k,
+        workspace.sizes.hidden_size,
+        host_signal.nanoseconds(world),
+        **PULL,
+    )
+
+
 def launch_combine(
     workspace: MoEWorkspace,
     routing: Routing,
@@ -199,10 +226,11 @@ def launch_combine(
     kernels = importlib.import_module("tilecrew.moe.kernel_gemm_combine")
     world, results = workspace.world, workspace.results
     # By the capacity: a kernel for each number of tokens would have to be loaded while others wait.
+    remote = results.offsets if workspace.staged is None else workspace.staged
     options = combine_options(workspace.sizes.capacity, workspace.sizes.top_k, world.num_sms)
     num_groups = -(-out.shape[0] // options["TOKENS"])
     kernels.combine_kernel[(max(1, min(num_groups, world.num_sms)),)](
-        (results.local, results.offsets, routing.combine_indices, weights, base, out),
+        (results.local, remote, routing.combine_indices, weights, base, out),
         (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets),
         world.rank,
         world.size,
@@ -211,6 +239,7 @@ def launch_combine(
         host_signal.nanoseconds(world),
         TOP_K=workspace.sizes.top_k,
         **options,
+        STAGED=workspace.staged is not None,
     )
 
 

@@ -1,23 +1,28 @@
-"""Results of the experts back to their tokens: told by the grouped GEMM's epilogue, pulled and summed behind it.
+"""Results of the experts back to their tokens: told by the grouped GEMM's epilogue, pulled as they land, and summed.
 
 Computes    out[t] = sum over k, in order, of weights[t, k] * y of rank r [p] + base[t],  (r, p) = indices[t * K + k]
             in float32, rounded once; (-1, -1) is skipped, whatever its weight is                        (README, 2)
             weights and base may be None: factor one, and nothing to add.
 
-Roles       the GEMM's consumers (notify_sources, the `landed` of an epilogue), and combine blocks: block b walks the
-            groups b, b + blocks, ... of TOKENS tokens
+Roles       the GEMM's consumers (notify_sources, the `landed` of an epilogue); pull blocks beside the GEMM: block b
+            walks the pieces b, b + blocks, ... of ROWS rows of other ranks, in the order in which they land; combine
+            blocks behind both: block b walks the groups b, b + blocks, ... of TOKENS tokens
 Hand-offs   arrivals[row block of 128] (scope gpu): elects the call that brings a row block's last columns
-            slots[row block][r] of every rank (scope sys), written by rank r alone <- the epoch -> combine blocks
+            slots[row block][r] of every rank (scope sys), written by rank r alone <- the epoch -> pull blocks
+            staged[t * K + k] -> combine, a kernel behind the pull blocks
 Timeline    GEMM        [tile] rows are in global memory -> count -> [last of the row block] fence -> release to all
-            combine     [group] look at the slots of all its rows at once, wait for those that are not there -> barrier
-                        of the block -> [columns] all K rows of all its tokens in flight, added in the order of k ->
-                        round once, store
+            pull        [piece] look at the slots of all its rows at once, wait for those that are not there -> barrier
+                        of the block -> [columns] rows of peers -> staged
+            combine     [group] [columns] all K rows of all its tokens in flight, added in the order of k -> round
+                        once, store
 
-The GEMM never waits for combine blocks; these wait for GEMMs only, those of other ranks: that of the own rank has ended
-when they begin. They do not run beside it, because a token's last row lands near the end: of K rows, which are spread
-over all experts, the last one comes when K / (K + 1) of the experts are done, and multiprocessors that wait for it are
-missing in the product. Which row comes first changes no bit: sums go in the order of k. Peers' rows are loaded past
-the L1 cache. Tokens whose wait has failed become NaN.
+STAGED = False: without pull blocks, for few tokens. Combine waits for the slots itself, and loads from peers.
+
+The GEMM never waits for the others; these wait for GEMMs only. Sums do not begin beside it, because a token's last row
+lands near the end: of K rows, which are spread over all experts, the last one comes when K / (K + 1) of the experts are
+done. What takes long is the way from other ranks, and pull blocks go it in the shadow of the product. Which row comes
+first changes no bit: sums go in the order of k. Peers' rows are loaded past the L1 cache. Tokens whose wait has failed
+become NaN.
 """
 
 import triton
@@ -57,14 +62,15 @@ def combine_kernel(
     TOP_K: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGED: tl.constexpr,
 ):
-    """tensors: y [P, num_columns] of this rank, the offsets of all, indices [T * K, 2], weights [T, K] float32 or None,
-    base [T, num_columns] or None, out [T, num_columns]. flags: epoch, slots, the world's control block and its offsets.
-    """
+    """tensors: y [P, num_columns] of this rank, the offsets of all, or with STAGED `staged` [T * K, num_columns] in
+    their place, indices [T * K, 2], weights [T, K] float32 or None, base [T, num_columns] or None, out
+    [T, num_columns]. flags: epoch, slots, the world's control block and its offsets."""
     y, offsets, indices, weights, base, out = tensors
     epoch, slots, control, control_offsets = flags
     expected = tl.load(epoch)
-    is_well = expected == expected
+    is_well = load_acquire(control, "sys") == 0
     k = tl.arange(0, triton.next_power_of_2(TOP_K))
     for group in range(tl.program_id(0), tl.cdiv(num_tokens, TOKENS), tl.num_programs(0)):
         token = group * TOKENS + tl.arange(0, TOKENS)
@@ -73,8 +79,11 @@ def combine_kernel(
         exists = is_token[:, None] & (k < TOP_K)[None, :]
         writer = tl.load(indices + 2 * route, mask=exists, other=-1)
         row = tl.load(indices + 2 * route + 1, mask=exists, other=0)
-        is_well &= wait_for_rows(slots, expected, writer, row, control, control_offsets, rank, size, timeout)
-        address = address_of(y, offsets, writer, row, num_columns)
+        if STAGED:
+            address = address_here(y, offsets, writer, row, route, rank, num_columns)
+        else:
+            is_well &= wait_for_rows(slots, expected, writer, row, control, control_offsets, rank, size, timeout)
+            address = address_of(y, offsets, writer, row, num_columns)
         factor = tl.full([TOKENS, k.shape[0]], 1.0, tl.float32)
         if weights is not None:
             factor = tl.load(weights + route, mask=writer >= 0, other=0.0)
@@ -94,6 +103,42 @@ def combine_kernel(
                 total += tl.load(base + place, mask=mask, other=0.0).to(tl.float32)
             total = tl.where(is_well, total, float("nan"))
             tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank", "size", "num_routes", "timeout"])
+def pull_kernel(
+    tensors,
+    flags,
+    rank,
+    size,
+    num_routes,
+    num_columns,
+    timeout,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """tensors: y [P, num_columns] of this rank, the offsets of all, pulled [num_routes, 3] (rank, row, route), -1
+    behind the last, and staged [num_routes, num_columns]. flags as of combine_kernel."""
+    y, offsets, pulled, staged = tensors
+    epoch, slots, control, control_offsets = flags
+    expected = tl.load(epoch)
+    is_well = load_acquire(control, "sys") == 0
+    for piece in range(tl.program_id(0), tl.cdiv(num_routes, ROWS), tl.num_programs(0)):
+        entry = piece * ROWS + tl.arange(0, ROWS)
+        writer = tl.load(pulled + 3 * entry, mask=entry < num_routes, other=-1)
+        is_row = writer >= 0
+        row = tl.load(pulled + 3 * entry + 1, mask=is_row, other=0)
+        route = tl.load(pulled + 3 * entry + 2, mask=is_row, other=0)
+        is_well &= wait_for_rows(
+            slots, expected, writer[:, None], row[:, None], control, control_offsets, rank, size, timeout
+        )
+        source = rows_at(y, address_of(y, offsets, writer, row, num_columns))
+        target = tl.multiple_of(route.to(tl.int64) * num_columns, 8)
+        for begin in range(0, num_columns, COLUMNS):
+            column = begin + tl.arange(0, COLUMNS)
+            mask = is_row[:, None] & (column // 8 < num_columns // 8)[None, :]
+            values = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(staged + target[:, None] + column[None, :], values, mask=mask)
 
 
 @triton.jit
@@ -125,6 +170,14 @@ def address_of(y, offsets, writer, row, num_columns):
     """Where the rows of routes begin, as numbers; 0 for no route."""
     first = y.to(tl.int64) + tl.load(offsets + tl.maximum(writer, 0))
     address = (first.to(y.dtype) + row.to(tl.int64) * num_columns).to(tl.int64)
+    return tl.where(writer >= 0, address, 0)
+
+
+@triton.jit
+def address_here(y, staged, writer, row, route, rank, num_columns):
+    """The same where rows of other ranks are in `staged`."""
+    own = (y + row.to(tl.int64) * num_columns).to(tl.int64)
+    address = tl.where(writer == rank, own, (staged + route.to(tl.int64) * num_columns).to(tl.int64))
     return tl.where(writer >= 0, address, 0)
 
 

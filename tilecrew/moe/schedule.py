@@ -16,6 +16,8 @@ MOVER_BYTES = MOVER_SLOTS * MOVER_COLUMNS * 2
 # Launches of blocks that move rows: there is one on a multiprocessor, and what it has in flight, here 64 KB, over the
 # two microseconds that a peer's memory is away is the speed of a multiprocessor.
 DISPATCH = {"ROWS": 32, "COLUMNS": 1024, "num_warps": 16}
+PULL = DISPATCH
+LEAST_PULLED_TOKENS = 512
 # Of combine blocks a thread has 16 bytes of each route of its tokens in flight, or twice that.
 MOST_COMBINE_TOKENS, MOST_COMBINE_ROWS = 16, 128
 MOST_COMBINE_COLUMNS, LEAST_COMBINE_COLUMNS = 2048, 512
@@ -40,6 +42,12 @@ def pick_dispatch(dispatch: str | None, problem: Problem, hardware: Hardware) ->
     if dispatch is not None:
         return dispatch
     return "blocks" if limit is not None else "warps"
+
+
+def pulls_results(capacity: int, is_emulated: bool) -> bool:
+    """Whether results of other ranks are pulled beside the second GEMM: where they are far, and more than a few. Memory of
+    emulated ranks is as near as one's own, and pull blocks would only cost the product their multiprocessors."""
+    return capacity >= LEAST_PULLED_TOKENS and not is_emulated
 
 
 def combine_options(num_tokens: int, top_k: int, num_blocks: int) -> dict[str, int]:

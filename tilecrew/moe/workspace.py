@@ -9,7 +9,7 @@ from tilecrew._hardware import hardware_of
 from tilecrew._shapes import require_dtype
 from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
 from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
-from tilecrew.moe.schedule import pick_dispatch
+from tilecrew.moe.schedule import pick_dispatch, pulls_results
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
 from tilecrew.parallel.signal import Signals
@@ -43,6 +43,7 @@ class MoEWorkspace:
     tokens           ParallelTensor [capacity, H]: x of each rank, in backward the gradient of its output
     ids, weights     ParallelTensors [capacity, K] int32 and wide: routes of each rank, -1 behind its tokens
     results          ParallelTensor [P, H]: what the experts of each rank have computed
+    staged           [capacity * K, H] or None: results of other ranks for this rank's routes, where they are pulled
     row_values       ParallelTensor [P] wide: gradients of route weights
     counters         [row blocks] int32: rows of each row block that have landed
     arrivals         [row blocks] int32: elects the tile that completes a row block
@@ -93,6 +94,11 @@ class MoEWorkspace:
             self.epoch = torch.full((1,), as_int32(world.first_epoch), dtype=torch.int32, device=device)
             self.mover_sizes = torch.tensor([len(self.experts), sizes.hidden_size], dtype=torch.int32, device=device)
             self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
+            self.staged = None
+            is_emulated = world.stream is not None
+            if self.is_gpu and world.size > 1 and pulls_results(sizes.capacity, is_emulated):
+                num_own_routes = sizes.capacity * sizes.top_k
+                self.staged = torch.empty(num_own_routes, sizes.hidden_size, dtype=sizes.dtype, device=device)
             self._all_ids = torch.full((world.size, *routes), -1, dtype=torch.int32, device=device)
             self._all_weights = torch.zeros((world.size, *routes), dtype=wide, device=device)
         self._is_loading = False
