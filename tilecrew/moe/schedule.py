@@ -45,8 +45,10 @@ def pick_dispatch(dispatch: str | None, problem: Problem, hardware: Hardware) ->
 
 
 def pulls_results(capacity: int, is_emulated: bool) -> bool:
-    """Whether results of other ranks are pulled beside the second GEMM: where they are far, and more than a few. Memory of
-    emulated ranks is as near as one's own, and pull blocks would only cost the product their multiprocessors."""
+    """Whether results of other ranks are pulled beside the second GEMM: where they are far, and more than a few.
+
+    Memory of emulated ranks is as near as one's own: pull blocks would only cost the product their multiprocessors.
+    """
     return capacity >= LEAST_PULLED_TOKENS and not is_emulated
 
 
