@@ -134,8 +134,7 @@ def experts_kernel(sorted_keys, bounds, offs, tokens_per_expert, shape, steps, s
     E: tl.constexpr = sizes.num_experts
     S: tl.constexpr = sizes.search
     expert = tl.arange(0, S)
-    begins = lower_bound(sorted_keys, expert.to(tl.int64) * total, total, steps, S)
-    ends = lower_bound(sorted_keys, (expert.to(tl.int64) + 1) * total, total, steps, S)
+    begins, ends = ranges(sorted_keys, expert.to(tl.int64) * total, total, total, steps, S)
     counts = tl.where(expert < E, ends - begins, 0)
     padded = (counts + sizes.row_block - 1) // sizes.row_block * sizes.row_block
     row_ends = tl.cumsum(padded, 0)
@@ -192,14 +191,25 @@ def first_expert_of(rank, SMALL: tl.constexpr, NUM_LARGE: tl.constexpr):
 
 
 @triton.jit
-def lower_bound(sorted_keys, target, total, steps, S: tl.constexpr):
-    """Of each target, how many keys are below it: binary search, S at a time."""
-    low = tl.zeros([S], tl.int64)
-    high = tl.zeros([S], tl.int64) + total
+def ranges(sorted_keys, target, length, total, steps, S: tl.constexpr):
+    """Where the keys from each target to target + length begin and end: two binary searches, S at a time.
+
+    Both in one loop, because a step waits for its load and nothing else: side by side they take the time of one.
+    """
+    begin = tl.zeros([S], tl.int64)
+    end = tl.zeros([S], tl.int64)
+    above_begin = begin + total
+    above_end = begin + total
     for _ in range(steps):
-        is_open = low < high
-        middle = (low + high) // 2
-        is_below = tl.load(sorted_keys + middle, mask=is_open, other=0).to(tl.int64) < target
-        low = tl.where(is_open & is_below, middle + 1, low)
-        high = tl.where(is_open & (is_below == 0), middle, high)
-    return low
+        begin, above_begin = halve(sorted_keys, target, begin, above_begin)
+        end, above_end = halve(sorted_keys, target + length, end, above_end)
+    return begin, end
+
+
+@triton.jit
+def halve(sorted_keys, target, low, high):
+    """One step on the way to how many keys are below each target, which is low to high."""
+    is_open = low < high
+    middle = (low + high) // 2
+    is_below = tl.load(sorted_keys + middle, mask=is_open, other=0).to(tl.int64) < target
+    return tl.where(is_open & is_below, middle + 1, low), tl.where(is_open & (is_below == 0), middle, high)
