@@ -42,3 +42,12 @@ def test_equals_the_loops(seed):
         actual = build(ids.to(dtype), num_tokens, num_experts, rank, row_block)
         options = {"num_experts": num_experts, "rank": rank, "num_tokens": num_tokens, "row_block": row_block}
         assert_same(actual, reference.routing_by_loops(ids, **options))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_keys_of_64_bits(rank, monkeypatch):
+    """As for more routes and experts than an interpreter can do."""
+    monkeypatch.setattr(kernel_routing, "INT32_KEYS", 0)
+    ids = random_ids(torch.Generator().manual_seed(0), 3, 17, 2, 7, "some missing")
+    wanted = reference.routing_by_loops(ids, num_experts=7, rank=rank, row_block=4)
+    assert_same(build(ids, None, 7, rank, 4), wanted)

@@ -8,7 +8,14 @@ import torch
 from tilecrew.moe import reference
 from tilecrew.moe.routing import Routing, build_routing, expert_range, max_rows, owner_of
 
-TABLES = ("offs", "tokens_per_expert", "pull_dispatch_indices", "row_routes", "combine_indices")
+TABLES = (
+    "offs",
+    "tokens_per_expert",
+    "pull_dispatch_indices",
+    "row_routes",
+    "combine_indices",
+    "pull_combine_indices",
+)
 
 
 def assert_same(actual: Routing, wanted: Routing) -> None:
@@ -94,6 +101,56 @@ def test_every_route_has_one_row_and_finds_it(world_size, num_experts, row_block
         assert int((table.row_routes >= 0).sum()) == sum(owner == rank for owner, _ in seen)
 
 
+def wanted_pulls(ids, num_experts, rank, table):
+    """pull_combine_indices as they are defined, from combine_indices; num_tokens are applied to ids."""
+    world_size, capacity, top_k = ids.shape
+    pulls = []
+    for route, expert in enumerate(ids[rank].flatten().tolist()):
+        if expert < 0:
+            continue
+        (owner,) = (r for r in range(world_size) if expert in expert_range(r, num_experts, world_size))
+        if owner != rank:
+            there, row = table.combine_indices[route].tolist()
+            assert there == owner
+            number = expert - expert_range(owner, num_experts, world_size).start
+            pulls.append((number, (owner - rank) % world_size, row, [owner, row, route]))
+    pulls.sort()
+    return [pull for *_, pull in pulls] + [[-1, -1, -1]] * (capacity * top_k - len(pulls))
+
+
+@pytest.mark.parametrize("row_block", [1, 128])
+@pytest.mark.parametrize("num_experts", [1, 2, 3, 5, 7, 16])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_are_pulled_in_the_order_in_which_they_land(world_size, num_experts, row_block):
+    """Without the twin. Tokens may have an expert twice or no expert, and one rank has no tokens."""
+    capacity, top_k = 40, 3
+    generator = torch.Generator().manual_seed(10 * world_size + num_experts)
+    for kind in ("some missing", "one expert", "skewed"):
+        ids = random_ids(generator, world_size, capacity, top_k, num_experts, kind)
+        num_tokens = torch.randint(1, capacity + 1, (world_size,), generator=generator)
+        num_tokens[-1] = 0
+        is_token = torch.arange(capacity) < num_tokens[:, None]
+        real_ids = torch.where(is_token[:, :, None], ids, -1)
+        for rank in range(world_size):
+            for counts in (None, num_tokens):
+                options = {"num_experts": num_experts, "num_tokens": counts, "row_block": row_block}
+                table = build_routing(ids, rank=rank, **options)
+                wanted = wanted_pulls(ids if counts is None else real_ids, num_experts, rank, table)
+                assert table.pull_combine_indices.tolist() == wanted
+
+
+def test_pulls_alternate_between_ranks():
+    ids = torch.tensor([3, 5, 2, 0, 4, 2, 1, 3]).reshape(1, 8, 1).repeat(3, 1, 1)  # two experts a rank
+    pulls = build_routing(ids, num_experts=6, rank=1, row_block=1).pull_combine_indices
+    assert pulls.tolist() == [
+        [2, 2, 4],  # expert 4, the first one of rank 2, behind two rows of rank 2 and 0
+        [0, 1, 3],  # expert 0, behind a row of rank 0
+        [2, 5, 1],  # expert 5: expert 4 has three rows
+        [0, 4, 6],  # expert 1
+        *[[-1, -1, -1]] * 4,
+    ]
+
+
 def test_ranks_pull_in_ring_order():
     ids = torch.zeros(4, 2, 1, dtype=torch.int32)
     ids[:] = 3  # of the last rank
@@ -115,6 +172,9 @@ def test_example_of_the_readme():
     assert tables[1].pull_dispatch_indices[:4].tolist() == [[1, 0], [0, 0], [0, 1], [-1, -1]]
     assert tables[0].combine_indices.tolist() == [[0, 0], [1, 1], [1, 2], [-1, -1]]
     assert tables[1].combine_indices.tolist() == [[0, 4], [1, 0], [0, 1], [0, 2]]
+    none = [-1, -1, -1]
+    assert tables[0].pull_combine_indices.tolist() == [[1, 1, 1], [1, 2, 2], none, none]
+    assert tables[1].pull_combine_indices.tolist() == [[0, 1, 2], [0, 2, 3], [0, 4, 0], none]
 
 
 @pytest.mark.parametrize("world_size", range(1, 10))
@@ -139,13 +199,16 @@ def test_the_bound_of_rows_is_reached_and_never_passed(num_experts, num_routes, 
     assert bound - largest < row_block
 
 
-def test_fake_tensors_trace_through():
-    def offs(ids):
-        return build_routing(ids, num_experts=5).offs
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_fake_tensors_trace_through(world_size):
+    def tables(ids):
+        routing = build_routing(ids, num_experts=5)
+        return routing.offs, routing.pull_combine_indices
 
-    ids = torch.randint(-1, 5, (1, 40, 2), generator=torch.Generator().manual_seed(0))
-    compiled = torch.compile(offs, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(ids), offs(ids))
+    ids = torch.randint(-1, 5, (world_size, 40, 2), generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(tables, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(ids), tables(ids), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def ids_of(*values):

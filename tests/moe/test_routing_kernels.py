@@ -32,7 +32,7 @@ def test_compiles_without_spills(shape, num_experts, rank, capability):
     tables = kernel_routing.Tables(*operators._routing_fake(ids, None, num_experts, rank, 128))
     sizes = kernel_routing.sizes_of(ids, num_experts, 128)
     keys = torch.empty(ids.numel(), dtype=torch.int64)
-    scratch = kernel_routing.Scratch(keys, keys.new_empty(2, sizes.search))
+    scratch = kernel_routing.Scratch(keys, keys.new_empty(3, sizes.search))
     numbers = (keys.shape[0], keys.shape[0] // shape[0], tables.row_routes.shape[0], rank)
     for launch in (
         kernel_routing.keys_launch(ids, None, scratch, tables, numbers, sizes),

@@ -8,7 +8,7 @@ x, a [T, H], y [P, H], weights [T, K], base [T, H]. row_routes [P] and token_row
 p holds the route row_routes[p] = t * K + k, and token_rows[t, k] = p; -1 where there is none. Each operator takes both,
 because the gradients of the three are the three again: that of a combine is a weighted gather, and so on.
 
-    moe_routing(topk_ids, num_tokens?, num_experts, rank, row_block) -> the five tables of `routing.Routing`
+    moe_routing(topk_ids, num_tokens?, num_experts, rank, row_block) -> the six tables of `routing.Routing`
 
 weights and products have the wide dtype of x: float32, or float64 for float64.
 """
@@ -116,7 +116,8 @@ def _routing_fake(
     # As len(expert_range(...)), which a symbolic number of ranks has not.
     num_local = num_experts // world_size + int(rank < num_experts % world_size)
     num_rows = max_rows(topk_ids.numel(), num_local, row_block)
-    shapes = ((num_local,), (num_local,), (num_rows, 2), (num_rows,), (num_own_tokens * top_k, 2))
+    num_own = num_own_tokens * top_k
+    shapes = ((num_local,), (num_local,), (num_rows, 2), (num_rows,), (num_own, 2), (num_own, 3))
     return tuple(topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
@@ -188,7 +189,7 @@ LIBRARY.define("moe_gather(Tensor x, Tensor? weights, Tensor row_routes, Tensor 
 LIBRARY.define("moe_combine(Tensor y, Tensor? weights, Tensor? base, Tensor row_routes, Tensor token_rows) -> Tensor")
 LIBRARY.define(
     "moe_routing(Tensor topk_ids, Tensor? num_tokens, int num_experts, int rank, int row_block) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.impl("moe_routing", _routing, "CompositeExplicitAutograd")
 torch.library.register_fake("tilecrew::moe_routing", _routing_fake, lib=LIBRARY)

@@ -55,11 +55,12 @@ def routing_by_loops(
     ids = topk_ids.tolist()
     counts = [capacity] * world_size if num_tokens is None else num_tokens.tolist()
     combine = [[-1, -1] for _ in range(capacity * top_k)]
+    pulls = []  # what they are sorted by, and what they are
     for owner in range(world_size):
         rows: list[list[int]] = []
         routes: list[int] = []
         offs, tokens_per_expert = [], []
-        for number in expert_range(owner, num_experts, world_size):
+        for place, number in enumerate(expert_range(owner, num_experts, world_size)):
             first = len(rows)
             for distance in range(world_size):
                 source = (owner + distance) % world_size
@@ -68,6 +69,9 @@ def routing_by_loops(
                         if ids[source][token][k] == number:
                             if source == rank:
                                 combine[token * top_k + k] = [owner, len(rows)]
+                                if owner != rank:
+                                    order = (place, (owner - rank) % world_size, len(rows))
+                                    pulls.append((order, [owner, len(rows), token * top_k + k]))
                             rows.append([source, token])
                             routes.append((source * capacity + token) * top_k + k)
             tokens_per_expert.append(len(rows) - first)
@@ -78,6 +82,7 @@ def routing_by_loops(
         if owner == rank:
             tables = (offs, tokens_per_expert, rows, routes)
     offs, tokens_per_expert, rows, routes = tables
+    pulled = [pull for _, pull in sorted(pulls)]
     num_behind = max_rows(topk_ids.numel(), len(offs), row_block) - len(rows)
 
     def table(values: list) -> torch.Tensor:
@@ -93,4 +98,5 @@ def routing_by_loops(
         pull_dispatch_indices=table(rows + [[-1, -1]] * num_behind).reshape(-1, 2),
         row_routes=table(routes + [-1] * num_behind),
         combine_indices=table(combine).reshape(-1, 2),
+        pull_combine_indices=table(pulled + [[-1] * 3] * (capacity * top_k - len(pulled))).reshape(-1, 3),
     )

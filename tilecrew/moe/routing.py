@@ -30,6 +30,10 @@ class Routing:
     row_routes                  [P] number of the route that is computed there, -1 for padding
     combine_indices             [T * K, 2] (rank, row there) that holds the result of each route of this rank's tokens;
                                 (-1, -1) for a route that is skipped
+    pull_combine_indices        [T * K, 3] (rank, row there, route t * K + k) of the routes of this rank's tokens that
+                                other ranks compute, in the order in which their results are expected to land: by the
+                                expert's number within its rank, then by (rank there - rank) mod W, then by row;
+                                (-1, -1, -1) behind the last
     """
 
     rank: int
@@ -41,6 +45,7 @@ class Routing:
     pull_dispatch_indices: torch.Tensor
     row_routes: torch.Tensor
     combine_indices: torch.Tensor
+    pull_combine_indices: torch.Tensor
 
     @property
     def padded_tokens_per_expert(self) -> torch.Tensor:
@@ -140,10 +145,11 @@ def torch_tables(
     sorted_expert = (sorted_key // max(total, 1)).clamp_max(num_experts - 1)
     rows = row_begins[sorted_expert] + route - begins[sorted_expert]
     rows = torch.where(sorted_key < num_experts * total, rows, -1)
-    row_of_route = torch.empty_like(rows).scatter_(0, order, rows)
     own = slice(rank * per_rank, (rank + 1) * per_rank)
-    own_rows = row_of_route[own]
+    own_places = torch.empty_like(order).scatter_(0, order, route)[own]  # in the sorted routes
+    own_rows = rows[own_places]
     combine_indices = torch.stack((torch.where(own_rows < 0, -1, owner[own]), own_rows), 1)
+    pulls = _pulls(combine_indices, ids[own], own_places, sorted_key, num_experts, world_size, rank)
 
     local = expert_range(rank, num_experts, world_size)
     experts = slice(local.start, local.stop)
@@ -157,7 +163,45 @@ def torch_tables(
         torch.where(is_row[:, None], pulled, -1).to(torch.int32),
         row_routes.to(torch.int32),
         combine_indices.to(torch.int32),
+        pulls.to(torch.int32),
     )
+
+
+def _pulls(
+    combine_indices: torch.Tensor,
+    experts: torch.Tensor,
+    places: torch.Tensor,
+    sorted_key: torch.Tensor,
+    num_experts: int,
+    world_size: int,
+    rank: int,
+) -> torch.Tensor:
+    """[T * K, 3] the pulls of a rank; the first three are of its routes, places those in the sorted routes.
+
+    Inside an expert the rank's routes are sorted already. A slot is an expert's place in the order in which results
+    land, so the counts of the slots before say where in the table its routes begin, and nothing is sorted again.
+    """
+    per_rank = places.shape[0]
+    small, num_large = divmod(num_experts, world_size)
+    slot = torch.arange((small + 1) * world_size, dtype=torch.int64, device=places.device)
+    number, ring = slot // world_size, slot % world_size
+    owner = (rank + ring) % world_size
+    is_expert = (ring > 0) & (number < small + (owner < num_large).to(torch.int64))
+    first = owner * small + owner.clamp_max(num_large)
+    key = ((first + number) * world_size + (rank - owner) % world_size) * per_rank
+    begins = torch.searchsorted(sorted_key, key)
+    counts = torch.where(is_expert, torch.searchsorted(sorted_key, key + per_rank) - begins, 0)
+    shifts = counts.cumsum(0) - counts - begins
+
+    there = combine_indices[:, 0]
+    is_pull = (there >= 0) & (there != rank)
+    number = experts - there * small - there.clamp_max(num_large)
+    slot = torch.where(is_pull, number * world_size + (there - rank) % world_size, 0)
+    pull = torch.where(is_pull, places + shifts[slot], per_rank)  # what is none goes into a row behind the table
+    route = torch.arange(per_rank, dtype=torch.int64, device=places.device)
+    table = route.new_full((per_rank + 1, 3), -1)
+    table[pull] = torch.cat((combine_indices, route[:, None]), 1)
+    return table[:per_rank]
 
 
 def _routes_of_rows(
