@@ -95,7 +95,7 @@ def gemm_combine(
         if rows.shape[0] > 0:
             operators.run(rows, w, routing.offs, results, None, None, NotifySources(workspace))
         return _combine_on_cpu(workspace, routing, weights, base, out)
-    notify = NotifySources(workspace)
+    notify = NotifySources(workspace) if workspace.world.size > 1 else None
     if workspace.staged is None:
         if rows.shape[0] > 0:
             launch_gemm(workspace, rows, w, routing, results, None, notify, num_comm_blocks=0)
@@ -226,11 +226,13 @@ def launch_combine(
     kernels = importlib.import_module("tilecrew.moe.kernel_gemm_combine")
     world, results = workspace.world, workspace.results
     # By the capacity: a kernel for each number of tokens would have to be loaded while others wait.
-    remote = results.offsets if workspace.staged is None else workspace.staged
+    # Behind the pull, and on a rank alone, every row is here.
+    is_here = workspace.staged is not None or world.size == 1
+    here = results.local if workspace.staged is None else workspace.staged
     options = combine_options(workspace.sizes.capacity, workspace.sizes.top_k, world.num_sms)
     num_groups = -(-out.shape[0] // options["TOKENS"])
     kernels.combine_kernel[(max(1, min(num_groups, world.num_sms)),)](
-        (results.local, remote, routing.combine_indices, weights, base, out),
+        (results.local, here if is_here else results.offsets, routing.combine_indices, weights, base, out),
         (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets),
         world.rank,
         world.size,
@@ -239,7 +241,7 @@ def launch_combine(
         host_signal.nanoseconds(world),
         TOP_K=workspace.sizes.top_k,
         **options,
-        STAGED=workspace.staged is not None,
+        STAGED=is_here,
     )
 
 

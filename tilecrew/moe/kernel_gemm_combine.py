@@ -16,7 +16,8 @@ Timeline    GEMM        [tile] rows are in global memory -> count -> [last of th
             combine     [group] [columns] all K rows of all its tokens in flight, added in the order of k -> round
                         once, store
 
-STAGED = False: without pull blocks, for few tokens. Combine waits for the slots itself, and loads from peers.
+STAGED = False: without pull blocks, for few tokens of several ranks. Combine waits for the slots itself, and loads from
+peers.
 
 The GEMM never waits for the others; these wait for GEMMs only. Sums do not begin beside it, because a token's last row
 lands near the end: of K rows, which are spread over all experts, the last one comes when K / (K + 1) of the experts are
