@@ -57,6 +57,14 @@ def synchronize(worlds):
         world.synchronize()
 
 
+def assert_all_arrived(found, sources):
+    """In every turn, every rank has found what each rank had."""
+    for rank, turns in enumerate(found):
+        for turn, parts in enumerate(turns):
+            for peer, part in enumerate(parts):
+                assert torch.equal(part, sources[peer][turn]), (rank, turn, peer)
+
+
 def requires_gates():
     if hardware_of("cuda").tma_limit():
         pytest.skip("needs a GPU whose grouped GEMM has gates")
@@ -85,10 +93,7 @@ def test_barriers_order_what_peers_read(size, first_epoch, make_worlds):
     for turn in range(num_turns):
         on_every_rank(worlds, turn_of, turn)
     synchronize(worlds)
-    for rank in range(size):
-        for turn in range(num_turns):
-            for peer in range(size):
-                assert torch.equal(found[rank][turn, peer], sources[peer][turn]), (rank, turn, peer)
+    assert_all_arrived(found, sources)
 
 
 def test_without_barriers_a_peer_reads_too_early(make_worlds):
@@ -131,10 +136,7 @@ def test_signals_order_what_peers_write(size, make_worlds):
     for turn in range(num_turns):
         on_every_rank(worlds, turn_of, turn)
     synchronize(worlds)
-    for rank in range(size):
-        for turn in range(num_turns):
-            for writer in range(size):
-                assert torch.equal(found[rank][turn, writer], sources[writer][turn]), (rank, turn, writer)
+    assert_all_arrived(found, sources)
 
 
 @pytest.mark.parametrize("size", [2, 3])
