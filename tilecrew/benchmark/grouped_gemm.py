@@ -9,7 +9,6 @@ against float64, on sampled rows, is too large gets no time.
 
 import dataclasses
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 
 import tilecrew
 from tilecrew._hardware import hardware_of
+from tilecrew.benchmark.timing import in_turn
 from tilecrew.grouped_gemm import NotifyRowBlock, max_row_blocks
 
 OURS, TRANSPOSED, NOTIFYING = "tilecrew", "tilecrew transposed", "tilecrew notifying"
@@ -27,8 +27,6 @@ TORCH, DENSE = "torch._grouped_mm", "dense"
 # Norm of the difference over the norm of the truth, largest over rows.
 LARGEST_ERROR = {torch.bfloat16: 4e-3, torch.float32: 1e-5}
 COPY_BYTES_PER_SECOND = 4.27e12  # of an H200, measured
-MAX_ROUNDS, MIN_ROUNDS = 30, 3
-FLUSHED_BYTES = 256 * 2**20
 SAMPLED_ROWS = 64
 ROW_BLOCK = 128  # rows of a tile
 
@@ -141,7 +139,7 @@ def measure(shape: Shape, device: torch.device, seconds: float) -> list[Row]:
             runs[name] = _captured(call) if device.type == "cuda" else call
         except Exception as error:  # a refusal is a result, and the other variants are still of use
             refused[name] = f"{type(error).__name__}: {error}"[:500]
-    times = _in_turn(runs, device, seconds)
+    times = in_turn(runs, device, seconds)
     used = w[(lengths > 0).to(device)].numel()
     num_bytes = x.element_size() * (x.numel() + used + shape.num_rows * shape.num_columns)
     flops = 2 * shape.num_rows * shape.num_inner * shape.num_columns
@@ -174,33 +172,6 @@ def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
-
-
-def _in_turn(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float]:
-    """Median milliseconds of each; round after round, until the time or the rounds are over."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    flush = torch.empty(FLUSHED_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
-    deadline = time.monotonic() + seconds
-    for number in range(MAX_ROUNDS):
-        if number >= MIN_ROUNDS and time.monotonic() > deadline:
-            break
-        for name, run in runs.items():
-            flush.zero_()
-            times[name].append(_milliseconds(run, device))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def lines_of(rows: list[Row]) -> list[str]:

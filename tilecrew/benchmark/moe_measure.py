@@ -1,7 +1,5 @@
 """Measures one case of `tilecrew bench moe`: on emulated ranks of one device, or as one rank of several processes."""
 
-import statistics
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,16 +21,8 @@ from tilecrew.benchmark.moe_cases import (
 )
 from tilecrew.benchmark.moe_parts import PARTS, Rank
 from tilecrew.benchmark.moe_torch import all_to_all_layer, one_rank_layer, require_right
-from tilecrew.benchmark.processes import (
-    MAX_ROUNDS,
-    MIN_ROUNDS,
-    Processes,
-    graph_of,
-    l2_flush,
-    milliseconds_of,
-    reason_of,
-    slowest_in_turn,
-)
+from tilecrew.benchmark.processes import Processes, graph_of, reason_of, slowest_in_turn
+from tilecrew.benchmark.timing import in_turn
 from tilecrew.moe.workspace import MoESizes
 from tilecrew.parallel.world import World, on_every_rank
 
@@ -82,7 +72,7 @@ def measure_emulated(case: Case, device: torch.device, forms: Forms, seconds: fl
         calls[ONE_RANK] = _captured(lambda: one_rank_layer(x, ids, weights, *w_all), device)
     except Exception as error:
         failures[ONE_RANK] = reason_of(error)
-    milliseconds = _in_turn(calls, device, seconds)
+    milliseconds = in_turn(calls, device, seconds)
     try:
         for world in worlds:
             world.synchronize()
@@ -165,20 +155,6 @@ def _captured(call: Callable[[], Any], device: torch.device, worlds: Iterable[Wo
     run()
     _synchronize(device)
     return run
-
-
-def _in_turn(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float]:
-    """Median milliseconds of each; round after round, until the time or the rounds are over."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    flush = l2_flush(device)
-    deadline = time.monotonic() + seconds
-    for number in range(MAX_ROUNDS):
-        if number >= MIN_ROUNDS and time.monotonic() > deadline:
-            break
-        for name, call in calls.items():
-            flush.zero_()
-            times[name].append(milliseconds_of(call, device))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def _row(

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tilecrew.benchmark.timing import MAX_ROUNDS, MIN_ROUNDS, l2_flush, milliseconds_of
 from tilecrew.parallel.world import World
 
-MAX_ROUNDS, MIN_ROUNDS = 30, 3
 WARM_UPS = 3  # calls of each, between processes
-FLUSHED_BYTES = 256 * 2**20
 
 
 class Processes:
@@ -79,25 +78,6 @@ def slowest_in_turn(calls: dict[str, Callable[[], Any]], processes: Processes, s
             world.synchronize()
             times[name].append(max(processes.gather(value)))
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def milliseconds_of(call: Callable[[], Any], device: torch.device) -> float:
-    """One call's; on a GPU between events on the current stream."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
-
-
-def l2_flush(device: torch.device) -> torch.Tensor:
-    """Memory that takes the whole L2 cache of a GPU when it is written."""
-    return torch.empty(FLUSHED_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
 
 
 def reason_of(error: Exception) -> str:

@@ -99,7 +99,7 @@ def spread_experts(model: torch.nn.Module, world: "World", capacity: int) -> int
     for block, experts_class in blocks:
         _check(block.experts, experts_class)
         if block.experts in _spread:
-            raise ValueError("the experts of this model have been spread already")
+            raise ValueError("model must have all its experts, those of this one have been spread already")
         if block.experts.down_proj.device != world.device:
             raise ValueError(
                 f"model must be on the device of the world, {world.device}, got experts on "
