@@ -9,6 +9,7 @@ import dataclasses
 import json
 import sys
 import traceback
+from unittest import mock
 
 import torch
 import triton
@@ -23,12 +24,16 @@ GATES = {"use_beta_sigmoid": True, "allow_neg_eigval": True, "A_log": torch.zero
 VARLEN = {"lengths": [60, 70]}
 STATES = {"with_initial_state": True, "output_final_state": True}
 
-# Number of value heads per query/key head: 1, 2 and 4 are groups of one program; 3 is three groups of one.
+# Number of value heads per query/key head: 1, 2 and 4 are groups of one program; 3 is three groups of one. "many": with
+# the registers that a launch of many programs gets.
 PREPARE = {
     "normalised, group 4": (12, BF16, {"use_qk_l2norm": True}),
     "normalised, group 4, float16, packed, gates": (12, FP16, {"use_qk_l2norm": True, **VARLEN, **GATES}),
     "normalised, group 2, packed": (6, BF16, {"use_qk_l2norm": True, **VARLEN}),
     "normalised, group 1, gates": (9, BF16, {"use_qk_l2norm": True, **GATES}),
+    "normalised, group 4, many": (12, BF16, {"use_qk_l2norm": True, "many": True}),
+    "gate inside, group 4, packed, many": (12, BF16, {"many": True, **VARLEN}),
+    "gate inside, group 2, float16, many": (6, FP16, {"many": True}),
     "gate inside, group 4, packed": (12, BF16, VARLEN),
     "gate inside, group 2, float16": (6, FP16, {}),
     "gate inside, group 1, packed, gates": (3, BF16, {**VARLEN, **GATES}),
@@ -64,6 +69,8 @@ ROLES = {
 GATED = {
     "normalised, group 4, gates": (12, BF16, {"use_qk_l2norm": True, **GATES}),
     "normalised, group 2, packed": (6, BF16, {"use_qk_l2norm": True, **VARLEN}),
+    "normalised, group 2, packed, many": (6, BF16, {"use_qk_l2norm": True, "many": True, **VARLEN}),
+    "group 4, packed, many": (12, BF16, {"many": True, **VARLEN}),
     "group 4, packed": (12, BF16, VARLEN),
     "group 2": (6, BF16, {}),
     "group 1, gates": (3, BF16, GATES),
@@ -109,10 +116,14 @@ NAMES = [f"{kernel}: {name}" for kernel, cases in TABLES.items() for name in cas
 FEW = [
     "prepare: normalised, group 4, float16, packed, gates",
     "prepare: normalised, group 1, gates",
+    "prepare: normalised, group 4, many",
+    "prepare: gate inside, group 2, float16, many",
     "prepare: gate inside, group 2, float16",
     "prepare: gate inside, group 1, packed, gates",
     "prepare gated: normalised, group 4, gates",
     "prepare gated: normalised, group 2, packed",
+    "prepare gated: normalised, group 2, packed, many",
+    "prepare gated: group 4, packed, many",
     "prepare gated: group 1, gates",
     "roles: V block 128, normalised, packed, V first, h",
     "roles: V block 128, packed, pieces",
@@ -144,9 +155,13 @@ def make_launch(name: str) -> Launch:
     kernel, configuration = name.split(": ")
     if kernel in ("prepare", "prepare gated"):
         is_gated = kernel == "prepare gated"
-        arguments = arguments_of(*(GATED if is_gated else PREPARE)[configuration])
+        num_value_heads, dtype, options = (GATED if is_gated else PREPARE)[configuration]
+        options = dict(options)
+        many = 0 if options.pop("many", False) else kernel_prepare.MANY_PROGRAMS
+        arguments = arguments_of(num_value_heads, dtype, options)
         allocate = kernel_prepare.allocate_gated if is_gated else kernel_prepare.allocate
-        return kernel_prepare.launch(arguments, allocate(arguments), torch.empty_like(arguments.v))
+        with mock.patch.object(kernel_prepare, "MANY_PROGRAMS", many):
+            return kernel_prepare.launch(arguments, allocate(arguments), torch.empty_like(arguments.v))
     if kernel == "scan":
         block_v, dtype, options = SCAN[configuration]
         options = dict(options)

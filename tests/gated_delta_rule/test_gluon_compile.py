@@ -1,5 +1,5 @@
-"""Every Gluon kernel compiles for sm_90 without spills and with its MMAs in flight: all launches with the installed
-Triton, some of each kernel with those under .triton/."""
+"""Every Gluon kernel compiles for sm_90 with its MMAs in flight and without spills, but for those that are counted
+below: all launches with the installed Triton, some of each kernel with those under .triton/."""
 
 import json
 import os
@@ -19,6 +19,14 @@ TIGHT = "scan: V block 128"
 MOST_SPILLS = {"3.9.0": 40}
 MOST_SPILLS_ELSEWHERE = 12
 SPILLS_IN_WGMMA_LOOPS = {"3.9.0": 1}
+# With 96 registers, for a fifth program on an SM, prepare spills outside of loops with wgmma, and is faster all the
+# same (docs/notes/forward.md): most where it inverts long keys too.
+MANY_PROGRAMS = {
+    "prepare: gate inside, group 4, packed, many": 28,
+    "prepare: gate inside, group 2, float16, many": 29,
+    "prepare gated: normalised, group 2, packed, many": 11,
+    "prepare gated: group 4, packed, many": 46,
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +56,10 @@ def test_compiles_without_spills(name, version, reports):
     resources = reports[version]["resources"][name]
     assert isinstance(resources, dict), resources
     is_tight = name.startswith(TIGHT)
-    most_spills = MOST_SPILLS.get(version, MOST_SPILLS_ELSEWHERE) if is_tight else 0
+    most_spills = MOST_SPILLS.get(version, MOST_SPILLS_ELSEWHERE) if is_tight else MANY_PROGRAMS.get(name, 0)
     assert resources["local_memory_instructions"] <= most_spills
     assert resources["spills_in_wgmma_loops"] <= (SPILLS_IN_WGMMA_LOOPS.get(version, 0) if is_tight else 0)
-    assert is_tight or resources["stack_bytes"] == 0
+    assert most_spills > 0 or resources["stack_bytes"] == 0
     assert resources["shared_memory_bytes"] <= SHARED_MEMORY_OF_A_BLOCK
     # ptxas gives every wgmma a group of its own where it serialises them.
     assert 0 < resources["wgmma_groups"] == resources["products"] < resources["wgmma"]
