@@ -67,7 +67,7 @@ def run_benchmark(settings: Settings, console: Any) -> bool:
             progress.update(task, description=f"decode {decode_case.name}")
             rows += measure_decode(decode_case, settings.dtype, settings.device, settings.seconds)
             progress.advance(task)
-    setting = _setting(settings)
+    setting = setting_of(settings)
     subtitle = f"{setting['device']}, {setting['dtype']}, torch {setting['torch']}, triton {setting['triton']}"
     console.print(report.table(rows, subtitle))
     for row in rows:
@@ -84,7 +84,8 @@ def run_benchmark(settings: Settings, console: Any) -> bool:
     return not any(row.refused for row in rows if row.name == OURS)
 
 
-def _setting(settings: Settings) -> dict[str, Any]:
+def setting_of(settings: Settings) -> dict[str, Any]:
+    """What stands above the rows of a record: device, dtype, versions, date."""
     versions = {OURS: tilecrew.__version__} | {peer.name: peer.version for peer in settings.peers}
     try:
         triton = importlib.metadata.version("triton")
