@@ -180,20 +180,21 @@ def test_what_is_notified_has_landed(tile):
 
 @pytest.mark.slow
 def test_a_notification_that_does_not_wait_for_its_stores_is_found():
-    """The wait in front of the first consumer's notification left out: under some seeds elements are missing then.
+    """The wait before the first consumer hands over its first tile of two left out: under some seeds elements are
+    missing then. Behind a gate, where it does so at once, and not when the next products are there.
 
     Waits for stores of a consumer: at the begin of a tile, in front of its four pieces, here, and at the end.
     """
-    x, w, offs = make([128], 0, 8, 256)
-    out = torch.empty(128, 256, dtype=x.dtype)
-    hook = Trace(out, offs, 1, 128)
-    launch = kernel_grouped_gemm.launch(x, w, offs, out, sizes_of(WIDE, 1), 1, kernel_grouped_gemm.hooks_of(None, hook))
+    x, w, offs = make([256], 0, 512, 256)
+    out = torch.empty(256, 256, dtype=x.dtype)
+    hook, gate = Trace(out, offs, 2, 128), Record(torch.zeros(2, dtype=torch.int32))
+    launch = kernel_grouped_gemm.launch(x, w, offs, out, sizes_of(WIDE, 1), 1, kernel_grouped_gemm.hooks_of(gate, hook))
     program = run.compile_program(launch)
     named = names_of_places(program, "drop store wait", run.role_names(launch))
     assert len(named) == 14
     mutated = mutate(program, "drop store wait", named["consumer_role", 5])
     missing = []
-    for seed in range(6):
+    for seed in range(16):
         out.fill_(float("nan"))
         for tensor in (hook.calls, hook.expected_calls, hook.missing):
             tensor.fill_(-1)

@@ -1,16 +1,18 @@
-"""Which tiles a block of the grouped GEMM computes, in which order, and the shared memory and the ring of its roles.
+"""Which tiles a block of the grouped GEMM computes, in which order, its shared memory, and the roles beside the GEMM.
 
 Row blocks never cross groups: group e has ceil(rows / block_m) of them, numbered group after group. The rows behind
 the last offset are one more group, whose tiles are zeros. Example: offs 130, 130, 200 and 256 rows in blocks of 128
 give row blocks 0 (rows 0 to 127), 1 (128, 129), 2 (130 to 199) and 3 (200 to 255, zeros).
 """
 
-from tilecrew.device.compat import aggregate, barrier, gl, gluon, mbarrier, reinterpret
+from tilecrew.device.compat import aggregate, barrier, gl, gluon, mbarrier, reinterpret, tma_store_wait
 from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
 from tilecrew.device.ring import Ring, remainder
-from tilecrew.device.tiles import matrix_view
+from tilecrew.device.signal import fence_proxy_async
+from tilecrew.device.tiles import matrix_view, wait_until_stores_complete
 from tilecrew.grouped_gemm.schedule import PIECE
 
+STORED_TILES = gl.constexpr(4)  # how far consumers may be ahead of the notify role: it is quick, they hardly ever wait
 SEARCH = gl.constexpr(128)  # row-block ends that a search reads at once: four registers of a lane
 
 
@@ -181,6 +183,47 @@ def mover_slots(dtype: gl.constexpr, config: gl.constexpr):
 @gluon.jit
 def mover_role(slots, pointers, mover: gl.constexpr):
     mover(slots, pointers.mover)
+
+
+@gluon.jit
+def hand_over(stored: Ring, step, pred):
+    """A consumer's rows of its tile number `step` to the notify role, where pred: they are in global memory, for whoever
+    acquires what that role releases, by ordinary loads, or through TMA after a proxy fence."""
+    if pred:
+        tma_store_wait(0)
+        wait_until_stores_complete()
+        fence_proxy_async()  # rows of a partial block came by ordinary stores, and TMA may read them elsewhere
+        full = stored.acquire(step)
+        barrier()  # one thread arrives for all
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def notify_role(stored: Ring, walk, pointers, landed: gl.constexpr, config: gl.constexpr):
+    """Tells the hook of every tile, when all consumers have handed it over."""
+    step = 0
+    for index in range(gl.program_id(0), walk.num_tiles(), gl.num_programs(0)):
+        tile = walk.tile(index, config)
+        stored.wait(step)
+        if tile.num_steps > 0:  # nobody waits for rows behind the last group
+            num_rows = gl.minimum(tile.num_rows, config.block_m)
+            column_block = tile.column // config.block_n
+            landed(tile.row_block, column_block, num_rows, walk.num_column_blocks, pointers.landed)
+        stored.release(step)
+        step += 1
+
+
+@gluon.constexpr_function
+def warps_of_roles(config):
+    """Of the roles beside the first consumer."""
+    others = 1 + (config.mover_slots > 0) + config.notifies
+    return [4] * (config.num_consumers - 1) + [1] * others
+
+
+@gluon.constexpr_function
+def registers_of_roles(config):
+    others = 1 + (config.mover_slots > 0) + config.notifies
+    return [config.consumer_registers] * (config.num_consumers - 1) + [config.load_registers] * others
 
 
 @gluon.jit

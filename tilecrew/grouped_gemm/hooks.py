@@ -94,8 +94,8 @@ class Epilogue:
     keeps_zero   it makes zeros of zeros, whatever its tensors hold; saves a selection for rows behind the last offset
     check(x, w)  raises where its tensors do not fit
 
-    landed(row_block, column_block, num_rows, num_calls, tensors)    device function, or None. Called by all threads of
-        a consumer when the rows that it has of a tile are in global memory, fenced so that one thread's release at gpu
+    landed(row_block, column_block, num_rows, num_calls, tensors)    device function, or None. Called by a warp
+        of its own, once a tile, when the tile's rows are in global memory, fenced so that one thread's release at gpu
         scope publishes them to ordinary loads and, behind a proxy fence, to TMA. row_block: as gates count it, 128
         rows; column_block: of the tile; num_rows: rows of the row block that belong to its group; num_calls: how often
         it is called for this row block in all, from any number of blocks at once. Not called for rows behind the last

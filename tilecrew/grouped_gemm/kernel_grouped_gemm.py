@@ -9,11 +9,13 @@ Roles                 warps  registers  job
     consumer 1            4     232     rows 64 to 127 (absent where block_m is 64)
     load                  1      40     gate; TMA of x and w
     mover                 1      40     brings rows of x into place for all blocks (only where the caller gives one)
+    notify                1      40     tells others what has landed (only where the epilogue has a `landed`)
 
 Ring         producer -> consumers     full by            empty by            bytes x stages (128 x 256 tile)
     inputs   load -> consumer 0, 1     1 arrival + TMA    1 arrival each      48 KiB x 4
+    stored   consumer 0, 1 -> notify   1 arrival each     1 arrival           no bytes, 4 tiles
 
-Hand-offs    none: each consumer stores its own rows. Its staging tile of 64 rows by 64 columns (two of them where
+Hand-offs    none else: each consumer stores its own rows. Its staging tile of 64 rows by 64 columns (two of them where
              shared memory allows) is free again when its TMA store has read it (bulk groups of the storing thread).
 
 Timeline     [tile]
@@ -22,6 +24,10 @@ Timeline     [tile]
     consumer    [k] wait inputs -> product of step k runs, that of k - 1 ends -> release its stage
                 [piece of 64 columns] epilogue in float32 -> wait until the staging tile is free -> TMA store, or,
                 where the group ends within these 64 rows, ordinary stores of the rows that belong to it
+    notify      [tile] wait until both consumers' rows are in global memory -> landed
+
+A consumer says that its rows are there behind the products of its next tile: its stores are over by then, and it waits
+for nothing. Behind a gate it says so at once, because the next tile may wait for those who wait for this one.
 
 A consumer without rows in a group's last tile multiplies nothing and only passes the stages on. Rows of x behind the
 end of a group belong to others and make rows of the accumulator that are not stored. Columns behind K and N arrive as
@@ -52,19 +58,22 @@ from tilecrew.device.descriptors import descriptor, matrix_descriptor
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, operand_layout, warp_accumulator_layout
 from tilecrew.device.ring import Ring
-from tilecrew.device.signal import fence_proxy_async
-from tilecrew.device.tiles import wait_until_stores_complete
 from tilecrew.grouped_gemm.crew_grouped_gemm import (
     GemmTiles,
+    STORED_TILES,
     TileWalk,
     copy_layout,
     halves,
+    hand_over,
     mover_role,
     mover_slots,
+    notify_role,
     piece_layout,
+    registers_of_roles,
     release_before,
     store_rows,
     strip_layout,
+    warps_of_roles,
 )
 from tilecrew.grouped_gemm.kernel_epilogues import identity, nothing_landed
 from tilecrew.grouped_gemm.kernel_gates import no_gate, no_mover
@@ -77,7 +86,8 @@ PIECE_COLUMNS = gl.constexpr(PIECE)
 class GemmConfig:
     """What the kernel is compiled for. block_m is consumer_rows * num_consumers; piece_columns are those of a stored
     piece, after the epilogue; table_length as in TileSizes; writes_tail: rows behind the last offset become zeros;
-    mover_slots, mover_columns: slots of the mover, 0 without one, and their elements."""
+    notifies_late: a tile is handed over behind the products of the next one; mover_slots, mover_columns: slots of the
+    mover, 0 without one, and their elements."""
 
     table_length: int
     num_consumers: int
@@ -90,6 +100,7 @@ class GemmConfig:
     consumer_rows: int
     uses_wgmma: bool
     notifies: bool
+    notifies_late: bool
     piece_columns: int
     weights_are_transposed: bool
     keeps_zero: bool
@@ -191,6 +202,7 @@ def launch(
         consumer_rows=sizes.consumer_rows,
         uses_wgmma=sizes.uses_wgmma,
         notifies=hooks.landed is not None,
+        notifies_late=hooks.landed is not None and hooks.gate is no_gate,
         piece_columns=PIECE // hooks.shrink,
         weights_are_transposed=transposed,
         keeps_zero=hooks.keeps_zero,
@@ -249,57 +261,67 @@ def grouped_gemm_kernel(
     walk = TileWalk.create(pointers.offs, num_groups, num_rows, num_columns, num_inner, config)
     tiles = GemmTiles.create(x_desc, w_desc, out_desc, config)
     inputs = Ring.create(config.num_stages, 1, config.num_consumers)
+    stored = inputs
+    if config.notifies:
+        stored = Ring.create(STORED_TILES, config.num_consumers, 1)
     barrier()  # the table of the walk is written
+    gl.static_assert(config.mover_slots == 0 or config.num_consumers == 2, "a mover needs two consumers")
+    gl.static_assert(config.mover_slots == 0 or not config.notifies, "a kernel has a mover or a notify role")
+    shared = (tiles, inputs, stored, walk, out_desc, pointers, num_columns)
+    loads = (tiles, inputs, walk, x_desc, w_desc, pointers)
+    WARPS: gl.constexpr = warps_of_roles(config)
+    REGISTERS: gl.constexpr = registers_of_roles(config)
     if config.mover_slots > 0:
-        gl.static_assert(config.num_consumers == 2, "a mover needs two consumers")
         gl.warp_specialize(
             [
-                (
-                    consumer_role,
-                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 0, config),
-                ),
-                (
-                    consumer_role,
-                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 1, config),
-                ),
-                (load_role, (tiles, inputs, walk, x_desc, w_desc, pointers, gate, config)),
+                (consumer_role, (shared, epilogue, 0, config)),
+                (consumer_role, (shared, epilogue, 1, config)),
+                (load_role, (loads, gate, config)),
                 (mover_role, (mover_slots(x_desc.dtype, config), pointers, mover)),
             ],
-            [4, 1, 1],
-            [config.consumer_registers, config.load_registers, config.load_registers],
+            WARPS,
+            REGISTERS,
+        )
+    elif config.notifies and config.num_consumers == 2:
+        gl.warp_specialize(
+            [
+                (consumer_role, (shared, epilogue, 0, config)),
+                (consumer_role, (shared, epilogue, 1, config)),
+                (load_role, (loads, gate, config)),
+                (notify_role, (stored, walk, pointers, landed, config)),
+            ],
+            WARPS,
+            REGISTERS,
+        )
+    elif config.notifies:
+        gl.warp_specialize(
+            [
+                (consumer_role, (shared, epilogue, 0, config)),
+                (load_role, (loads, gate, config)),
+                (notify_role, (stored, walk, pointers, landed, config)),
+            ],
+            WARPS,
+            REGISTERS,
         )
     elif config.num_consumers == 2:
         gl.warp_specialize(
             [
-                (
-                    consumer_role,
-                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 0, config),
-                ),
-                (
-                    consumer_role,
-                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 1, config),
-                ),
-                (load_role, (tiles, inputs, walk, x_desc, w_desc, pointers, gate, config)),
+                (consumer_role, (shared, epilogue, 0, config)),
+                (consumer_role, (shared, epilogue, 1, config)),
+                (load_role, (loads, gate, config)),
             ],
-            [4, 1],
-            [config.consumer_registers, config.load_registers],
+            WARPS,
+            REGISTERS,
         )
     else:
         gl.warp_specialize(
-            [
-                (
-                    consumer_role,
-                    (tiles, inputs, walk, out_desc, pointers, num_columns, epilogue, landed, 0, config),
-                ),
-                (load_role, (tiles, inputs, walk, x_desc, w_desc, pointers, gate, config)),
-            ],
-            [1],
-            [config.load_registers],
+            [(consumer_role, (shared, epilogue, 0, config)), (load_role, (loads, gate, config))], WARPS, REGISTERS
         )
 
 
 @gluon.jit
-def load_role(tiles, inputs, walk, x_desc, w_desc, pointers, gate: gl.constexpr, config: gl.constexpr):
+def load_role(loads, gate: gl.constexpr, config: gl.constexpr):
+    tiles, inputs, walk, x_desc, w_desc, pointers = loads
     CONSUMERS: gl.constexpr = config.num_consumers
     BYTES: gl.constexpr = config.num_consumers * x_desc.block_type.nbytes + w_desc.block_type.nbytes
     step = 0
@@ -323,24 +345,15 @@ def load_role(tiles, inputs, walk, x_desc, w_desc, pointers, gate: gl.constexpr,
 
 
 @gluon.jit
-def consumer_role(
-    tiles,
-    inputs,
-    walk,
-    out_desc,
-    pointers,
-    num_columns,
-    epilogue: gl.constexpr,
-    landed: gl.constexpr,
-    CONSUMER: gl.constexpr,
-    config: gl.constexpr,
-):
+def consumer_role(shared, epilogue: gl.constexpr, CONSUMER: gl.constexpr, config: gl.constexpr):
+    tiles, inputs, stored, walk, out_desc, pointers, num_columns = shared
     ROWS: gl.constexpr = config.consumer_rows
     if config.uses_wgmma:
         # Without a wait for an MMA in front of the loop, ptxas takes the loop for divergent code and serialises its
         # MMAs.
         warpgroup_mma_wait(0, deps=(gl.zeros([64, 8], gl.float32, accumulator_layout(8)),))
     step = 0
+    num_stored = 0
     for index in range(gl.program_id(0), walk.num_tiles(), gl.num_programs(0)):
         tile = walk.tile(index, config)
         if tile.num_rows > CONSUMER * ROWS:
@@ -349,15 +362,22 @@ def consumer_role(
             else:
                 accumulator = mma_sync_products(tiles, inputs, step, tile.num_steps, config)
             step += tile.num_steps
+            if config.notifies_late:
+                hand_over(stored, num_stored - 1, num_stored > 0)
             store_tile(accumulator, tile, tiles, out_desc, pointers, num_columns, epilogue, CONSUMER, config)
-            if config.notifies:
-                if tile.num_steps > 0:
-                    notify(tile, walk, pointers, landed, config)
         else:
             for _ in range(tile.num_steps):
                 inputs.wait(step)
                 inputs.release(step)
                 step += 1
+            if config.notifies_late:
+                hand_over(stored, num_stored - 1, num_stored > 0)
+        if config.notifies:
+            if not config.notifies_late:
+                hand_over(stored, num_stored, True)
+        num_stored += 1
+    if config.notifies_late:
+        hand_over(stored, num_stored - 1, num_stored > 0)
     tma_store_wait(0)
 
 
@@ -402,19 +422,6 @@ def mma_sync_products(tiles, inputs, first_step, num_steps, config: gl.constexpr
         inputs.release(step)
         step += 1
     return accumulator
-
-
-@gluon.jit
-def notify(tile, walk, pointers, landed: gl.constexpr, config: gl.constexpr):
-    """Tells the hook that the rows of one consumer of this tile are in global memory, for whoever acquires what it
-    releases: by ordinary loads, or through TMA after a proxy fence."""
-    tma_store_wait(0)
-    wait_until_stores_complete()
-    fence_proxy_async()  # rows of a partial block came by ordinary stores, and TMA may read them elsewhere
-    barrier()  # one thread releases for all
-    num_rows = gl.minimum(tile.num_rows, config.block_m)
-    num_calls = walk.num_column_blocks * gl.cdiv(num_rows, config.consumer_rows)
-    landed(tile.row_block, tile.column // config.block_n, num_rows, num_calls, pointers.landed)
 
 
 @gluon.jit

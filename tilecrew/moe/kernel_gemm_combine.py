@@ -4,7 +4,7 @@ Computes    out[t] = sum over k, in order, of weights[t, k] * y of rank r [p] + 
             in float32, rounded once; (-1, -1) is skipped, whatever its weight is                        (README, 2)
             weights and base may be None: factor one, and nothing to add.
 
-Roles       the GEMM's consumers (notify_sources, the `landed` of an epilogue); pull blocks beside the GEMM: block b
+Roles       the GEMM's notify role (notify_sources, the `landed` of an epilogue); pull blocks beside the GEMM: block b
             walks the pieces b, b + blocks, ... of ROWS rows of other ranks, in the order in which they land; combine
             blocks behind both: block b walks the groups b, b + blocks, ... of TOKENS tokens
 Hand-offs   arrivals[row block of 128] (scope gpu): elects the call that brings a row block's last columns
