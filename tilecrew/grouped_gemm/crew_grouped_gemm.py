@@ -187,8 +187,8 @@ def mover_role(slots, pointers, mover: gl.constexpr):
 
 @gluon.jit
 def hand_over(stored: Ring, step, pred):
-    """A consumer's rows of its tile number `step` to the notify role, where pred: they are in global memory, for whoever
-    acquires what that role releases, by ordinary loads, or through TMA after a proxy fence."""
+    """A consumer's rows of its tile number `step` to the notify role, where pred: they are in global memory, for
+    whoever acquires what that role releases, by ordinary loads, or through TMA after a proxy fence."""
     if pred:
         tma_store_wait(0)
         wait_until_stores_complete()

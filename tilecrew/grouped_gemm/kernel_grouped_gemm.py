@@ -59,8 +59,8 @@ from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, operand_layout, warp_accumulator_layout
 from tilecrew.device.ring import Ring
 from tilecrew.grouped_gemm.crew_grouped_gemm import (
-    GemmTiles,
     STORED_TILES,
+    GemmTiles,
     TileWalk,
     copy_layout,
     halves,

@@ -1,7 +1,7 @@
 """The epilogue's last step in a GEMM whose rows belong to other ranks: tells their owners what has landed.
 
-Computes     nothing: flags only. A device function of hooks.Epilogue (`landed`), called by the notify role of the grouped
-             GEMM.
+Computes     nothing: flags only. A device function of hooks.Epilogue (`landed`), called by the notify role of the
+             grouped GEMM.
 Roles        those of the GEMM.
 Hand-offs    arrivals[row block] (scope gpu): elects the call that brings a row block's last columns
              slots[row block][this rank] of each rank that owns rows of the block (scope sys) <- the epoch
