@@ -7,19 +7,28 @@ import pytest
 from tests.grouped_gemm.problems import H200
 from tilecrew._hardware import hardware_of
 from tilecrew.grouped_gemm.schedule import SHARED_MEMORY, Problem, pick
-from tilecrew.moe.schedule import MOVER_BYTES, combine_options, pick_dispatch, pulls_results, with_mover
+from tilecrew.moe.schedule import (
+    MOVER_BYTES,
+    combine_options,
+    num_blocks_of_link,
+    pick_dispatch,
+    pulls_results,
+    with_mover,
+)
 
 PROBLEM = Problem(16384, 8, 2048, 2048, "bfloat16", has_gate=True)
 SM_120 = dataclasses.replace(H200, capability=(12, 0), name="RTX")
 
 
 def test_choices():
-    assert pick_dispatch(None, PROBLEM, H200) == "warps"
-    assert pick_dispatch("blocks", PROBLEM, H200) == "blocks"
-    assert pick_dispatch(None, PROBLEM, SM_120) == "blocks"
-    assert pick_dispatch(None, PROBLEM, hardware_of("cpu")) is None
+    assert pick_dispatch(None, PROBLEM, H200, is_far=False) == "warps"
+    assert pick_dispatch(None, PROBLEM, H200, is_far=True) == "blocks"
+    assert pick_dispatch("warps", PROBLEM, H200, is_far=True) == "warps"
+    assert pick_dispatch("blocks", PROBLEM, H200, is_far=False) == "blocks"
+    assert pick_dispatch(None, PROBLEM, SM_120, is_far=False) == "blocks"
+    assert pick_dispatch(None, PROBLEM, hardware_of("cpu"), is_far=False) is None
     with pytest.raises(ValueError, match=r"dispatch='warps' cannot run: it needs compute capability 9\.0"):
-        pick_dispatch("warps", PROBLEM, SM_120)
+        pick_dispatch("warps", PROBLEM, SM_120, is_far=True)
 
 
 @pytest.mark.parametrize("num_groups", [1, 8, 256, 1022])
@@ -42,6 +51,13 @@ def test_results_are_pulled_where_they_are_far_and_many():
     assert pulls_results(512, is_emulated=False)
     assert not pulls_results(511, is_emulated=False)
     assert not pulls_results(8192, is_emulated=True)
+
+
+def test_communication_blocks_are_those_that_the_link_needs():
+    """Fewer with more ranks, of whose rows the own share is smaller; few on a small GPU."""
+    assert [num_blocks_of_link(size, 132) for size in (2, 4, 8)] == [32, 21, 18]
+    assert num_blocks_of_link(2, 16) == 4
+    assert num_blocks_of_link(2, 2) == 1
 
 
 def test_combine_options():

@@ -9,7 +9,7 @@ from tilecrew._hardware import hardware_of
 from tilecrew._shapes import require_dtype
 from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
 from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
-from tilecrew.moe.schedule import pick_dispatch, pulls_results
+from tilecrew.moe.schedule import num_blocks_of_link, pick_dispatch, pulls_results
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
 from tilecrew.parallel.signal import Signals
@@ -56,7 +56,8 @@ class MoEWorkspace:
             that still loads kernels would wait for kernels that wait for it.
         dispatch: "warps" or "blocks", as `schedule` says; None chooses. On the CPU None.
         num_comm_blocks: blocks that pull rows beside a GEMM; at least 1 and less than the rank's multiprocessors.
-            None: a quarter of them, at most 8. On the CPU None.
+            None: as many as the link to other GPUs needs (`schedule.num_blocks_of_link`), elsewhere a quarter of them
+            up to 8. On the CPU None.
 
     Raises TypeError or ValueError for sizes that do not fit, and on every rank where ranks differ in them.
     """
@@ -68,10 +69,13 @@ class MoEWorkspace:
         dtype = str(sizes.dtype).removeprefix("torch.")
         num_experts = len(expert_range(0, sizes.num_experts, world.size))
         problem = Problem(MAX_ROWS, num_experts, sizes.hidden_size, 2 * sizes.intermediate_size, dtype, has_gate=True)
-        self.dispatch = pick_dispatch(dispatch, problem, hardware_of(world.device))
+        self.is_gpu = world.device.type == "cuda"
+        is_far = self.is_gpu and world.size > 1 and pulls_results(sizes.capacity, world.stream is not None)
+        self.dispatch = pick_dispatch(dispatch, problem, hardware_of(world.device), is_far)
+        if is_far and num_comm_blocks is None:
+            num_comm_blocks = num_blocks_of_link(world.size, world.num_sms)
         self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
         self.world, self.sizes = world, sizes
-        self.is_gpu = world.device.type == "cuda"
         world.agree(f"a mixture of experts of {sizes}")
         num_routes = world.size * sizes.capacity * sizes.top_k
         # Rank 0 has the most experts.
@@ -95,8 +99,7 @@ class MoEWorkspace:
             self.mover_sizes = torch.tensor([len(self.experts), sizes.hidden_size], dtype=torch.int32, device=device)
             self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
             self.staged = None
-            is_emulated = world.stream is not None
-            if self.is_gpu and world.size > 1 and pulls_results(sizes.capacity, is_emulated):
+            if is_far:
                 num_own_routes = sizes.capacity * sizes.top_k
                 self.staged = torch.empty(num_own_routes, sizes.hidden_size, dtype=sizes.dtype, device=device)
             self._all_ids = torch.full((world.size, *routes), -1, dtype=torch.int32, device=device)
