@@ -41,7 +41,6 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from tilecrew.device.compat import (
-    TensorDescriptor,
     barrier,
     fence_async_shared,
     gl,
@@ -54,7 +53,7 @@ from tilecrew.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilecrew.device.descriptors import descriptor, matrix_descriptor
+from tilecrew.device.descriptors import matrix_descriptor, stack_descriptor, with_row_stride
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, operand_layout, warp_accumulator_layout
 from tilecrew.device.ring import Ring
@@ -214,9 +213,9 @@ def launch(
         mover_columns=hooks.mover_columns,
     )
     args = (
-        matrix_descriptor(_with_row_stride(x), sizes.consumer_rows, sizes.block_k),
-        _weight_descriptor(w, sizes, transposed),
-        matrix_descriptor(_with_row_stride(out), sizes.consumer_rows, config.piece_columns),
+        matrix_descriptor(with_row_stride(x), sizes.consumer_rows, sizes.block_k),
+        stack_descriptor(w, sizes.block_k, sizes.block_n, transposed),
+        matrix_descriptor(with_row_stride(out), sizes.consumer_rows, config.piece_columns),
         Pointers(out, offs, hooks.gate_tensors, hooks.epilogue_tensors, hooks.landed_tensors, hooks.mover_tensors),
         w.shape[2],
         hooks.gate,
@@ -227,18 +226,6 @@ def launch(
     )
     options = {"num_warps": sizes.consumer_warps, "maxnreg": sizes.entry_registers}
     return Launch(grouped_gemm_kernel, num_programs, args, options)
-
-
-def _with_row_stride(x: torch.Tensor) -> torch.Tensor:
-    """The stride of a dimension of size 1 means nothing, but TMA wants a multiple of 16 bytes from it."""
-    return x if x.shape[0] > 1 else x.as_strided(x.shape, (x.shape[1], 1))
-
-
-def _weight_descriptor(w: torch.Tensor, sizes: TileSizes, transposed: bool) -> TensorDescriptor:
-    matrix = w.transpose(1, 2) if transposed else w
-    tile = (1, sizes.block_n, sizes.block_k) if transposed else (1, sizes.block_k, sizes.block_n)
-    strides = [stride if size > 1 else 8 for size, stride in zip(matrix.shape, matrix.stride(), strict=True)]
-    return descriptor(matrix, [*strides[:2], 1], tile)
 
 
 @gluon.jit
