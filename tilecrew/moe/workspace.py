@@ -9,7 +9,7 @@ from tilecrew._hardware import hardware_of
 from tilecrew._shapes import require_dtype
 from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
 from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
-from tilecrew.moe.schedule import pick_dispatch, pulls_results
+from tilecrew.moe.schedule import DispatchLoad, pick_comm_blocks, pick_dispatch, pulls_results, ring_options
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
 from tilecrew.parallel.signal import Signals
@@ -56,7 +56,7 @@ class MoEWorkspace:
             that still loads kernels would wait for kernels that wait for it.
         dispatch: "warps" or "blocks", as `schedule` says; None chooses. On the CPU None.
         num_comm_blocks: blocks that pull rows beside a GEMM; at least 1 and less than the rank's multiprocessors.
-            None: a quarter of them, at most 8. On the CPU None.
+            None: as `schedule.pick_comm_blocks` predicts. On the CPU None.
 
     Raises TypeError or ValueError for sizes that do not fit, and on every rank where ranks differ in them.
     """
@@ -68,7 +68,13 @@ class MoEWorkspace:
         dtype = str(sizes.dtype).removeprefix("torch.")
         num_experts = len(expert_range(0, sizes.num_experts, world.size))
         problem = Problem(MAX_ROWS, num_experts, sizes.hidden_size, 2 * sizes.intermediate_size, dtype, has_gate=True)
-        self.dispatch = pick_dispatch(dispatch, problem, hardware_of(world.device))
+        hardware, is_emulated = hardware_of(world.device), world.stream is not None
+        self.dispatch = pick_dispatch(dispatch, problem, hardware, sizes.capacity)
+        self.ring = ring_options(sizes.hidden_size, hardware)
+        if num_comm_blocks is None and hardware.device_type == "cuda":
+            num_rows = -(-world.size * sizes.capacity * sizes.top_k * num_experts // sizes.num_experts)
+            load = DispatchLoad(problem, num_rows, 1 if is_emulated else world.size)
+            num_comm_blocks = pick_comm_blocks(load, world.num_sms)
         self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
         self.world, self.sizes = world, sizes
         self.is_gpu = world.device.type == "cuda"
@@ -95,7 +101,6 @@ class MoEWorkspace:
             self.mover_sizes = torch.tensor([len(self.experts), sizes.hidden_size], dtype=torch.int32, device=device)
             self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
             self.staged = None
-            is_emulated = world.stream is not None
             if self.is_gpu and world.size > 1 and pulls_results(sizes.capacity, is_emulated):
                 num_own_routes = sizes.capacity * sizes.top_k
                 self.staged = torch.empty(num_own_routes, sizes.hidden_size, dtype=sizes.dtype, device=device)
