@@ -5,6 +5,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction
+
 from tests.grouped_gemm.hook_examples import SimulatedCountGate
 from tests.grouped_gemm.problems import H200, assert_close, expected, make
 from tests.grouped_gemm.test_simulator import WIDE, sizes_of
@@ -27,8 +29,17 @@ def reached(flag, expected, slot, writer, control, offsets, rank, size, timeout)
     return gl.load(flag) - expected >= 0
 
 
+def forget_hashes(monkeypatch):
+    """Triton keeps the hash of a function, by which it finds what it has compiled, from before its globals changed."""
+    for module in (crew_ring, kernel_dispatch_gemm, kernel_gemm_combine):
+        for value in vars(module).values():
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(value, "hash", None)
+
+
 @pytest.fixture(autouse=True)
 def simulated_words(monkeypatch):
+    forget_hashes(monkeypatch)
     for module in (kernel_dispatch_gemm, kernel_gemm_combine):
         monkeypatch.setattr(module, "load_acquire", load_flag)
     monkeypatch.setattr(kernel_dispatch_gemm, "fence_proxy_async_once", no_group)
@@ -210,6 +221,7 @@ def count_at_once(tensors, row, is_well, CHUNK: gl.constexpr):
 def test_rows_that_are_told_of_too_early_are_found(monkeypatch):
     """The test above can fail."""
     monkeypatch.setattr(kernel_dispatch_gemm, "wait_for_nothing", count_at_once)
+    forget_hashes(monkeypatch)
     case = Dispatch(2, 72, 2, SMALL)
     gemm, _, out = beside_a_gemm(case, 72)
     run.simulate([gemm, case.launch], 0, resident=2)

@@ -4,9 +4,9 @@
     gemm_combine     grouped GEMM whose epilogue tells all ranks -> their tokens' sums
 
 On a GPU rows are moved by communication blocks, which run beside the GEMM on a stream of their own, and whose
-multiprocessors its grid leaves them; or by a warp of each of the GEMM's blocks. Results of other ranks are pulled by such blocks
-beside the second GEMM; blocks that combine follow both, on all multiprocessors of the rank. On the CPU torch does the
-same, through the same gate, epilogue, slots and parallel tensors.
+multiprocessors its grid leaves them; or by a warp of each of the GEMM's blocks. Results of other ranks are pulled by
+communication blocks beside the second GEMM; blocks that combine follow both, on all multiprocessors of the rank. On the
+CPU torch does the same, through the same gate, epilogue, slots and parallel tensors.
 """
 
 import importlib

@@ -4,9 +4,9 @@ blocks    communication blocks beside the GEMM, whose grid leaves them their mul
 warps     a mover warp in every block of the GEMM; costs no multiprocessor. Needs the hopper kernel
 
 Operands of wgmma come from shared memory and fill its bandwidth: a mover beside them is slow, and slows them down. On
-two H200 it measured slower than communication blocks for all three of the larger problems, at up to 1.5 times their
-time. For few tokens the weights bind, shared memory is idle, and what counts is that movers need neither
-multiprocessors nor a kernel on a second stream.
+two H200 the best number of communication blocks measured faster from 2048 tokens a rank on, by up to 1.45 times
+(docs/notes/grouped-gemm.md). For few tokens the weights bind, shared memory is idle, and what counts is that movers
+need neither multiprocessors nor a kernel on a second stream.
 
 How many blocks is chosen by a model of one forward call at the workspace's capacity with uniform routing, because a
 workspace fixes its kernels when it is made. A block brings BLOCK_BYTES_PER_SECOND, a link LINK_BYTES_PER_SECOND. With n

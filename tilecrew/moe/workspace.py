@@ -49,6 +49,7 @@ class MoEWorkspace:
     arrivals         [row blocks] int32: elects the tile that completes a row block
     slots            Signals with one slot for each row block: rank r writes the epoch when its row block is complete
     epoch            [1] int32 on the device of the world, one more for each exchange; may pass 2^32
+    predicted_seconds    of dispatch and first GEMM at the capacity, by the model of `schedule`; None but for "blocks"
 
     Args:
         world: this rank's World.
@@ -71,11 +72,13 @@ class MoEWorkspace:
         hardware, is_emulated = hardware_of(world.device), world.stream is not None
         self.dispatch = pick_dispatch(dispatch, problem, hardware, sizes.capacity)
         self.ring = ring_options(sizes.hidden_size, hardware)
+        num_rows = -(-world.size * sizes.capacity * sizes.top_k * num_experts // sizes.num_experts)
+        load = DispatchLoad(problem, num_rows, 1 if is_emulated else world.size)
         if num_comm_blocks is None and hardware.device_type == "cuda":
-            num_rows = -(-world.size * sizes.capacity * sizes.top_k * num_experts // sizes.num_experts)
-            load = DispatchLoad(problem, num_rows, 1 if is_emulated else world.size)
             num_comm_blocks = pick_comm_blocks(load, world.num_sms)
         self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
+        is_predicted = self.dispatch == "blocks"
+        self.predicted_seconds = load.seconds(self.num_comm_blocks, world.num_sms) if is_predicted else None
         self.world, self.sizes = world, sizes
         self.is_gpu = world.device.type == "cuda"
         world.agree(f"a mixture of experts of {sizes}")
