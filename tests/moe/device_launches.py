@@ -64,7 +64,10 @@ def gemm(notifies, has_mover=False, epilogue=None, transposed=False):
 
 LAUNCHES = {
     "dispatch": lambda: Launch(
-        kernel_dispatch_gemm.dispatch_kernel, 1, (HALF, I64, I32, I32, 8, HALF, I32, I32, 64), schedule.DISPATCH
+        kernel_dispatch_gemm.dispatch_kernel,
+        1,
+        ((HALF, I64, HALF, I32, I32, I32, I32), 8, 64),
+        schedule.ring_options(7168, H200),
     ),
     "share": lambda: Launch(
         kernel_dispatch_gemm.share_kernel,
@@ -83,8 +86,8 @@ LAUNCHES = {
     "pull": lambda: Launch(
         kernel_gemm_combine.pull_kernel,
         1,
-        ((HALF, I64, I32, HALF), (I32, I32, I32, I64), 0, 2, 1024, 64, SECOND),
-        schedule.PULL,
+        ((HALF, I64, HALF, I32), (I32, I32, I32, I64), 0, 2, 1024, 64, SECOND),
+        schedule.ring_options(2048, H200),
     ),
     "combine of a token": lambda: combine(F32, HALF, 8, 1),
     "combine with base, 10 routes": lambda: combine(F32, HALF, 10),

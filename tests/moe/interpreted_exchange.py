@@ -9,11 +9,10 @@ import torch
 
 from tests import interpreter
 from tests.moe.problems import random_ids
-from tests.parallel.interpreted_kernels import add_flag, load_flag, look_once, no_fence, no_scoped_fence, store_flag
+from tests.parallel.interpreted_kernels import load_flag, look_once, no_scoped_fence, store_flag
 from tilecrew.moe import kernel_dispatch_gemm, kernel_gemm_combine
 from tilecrew.moe.routing import build_routing
 from tilecrew.parallel import ParallelTensor, Signals, WaitError, World, kernel_signal
-from tilecrew.parallel.control import ABORT
 
 interpreter.allow_loop_bounds()
 SECOND = 10**9
@@ -23,8 +22,6 @@ NUM_TOKENS, TOP_K, COLUMNS = 20, 3, 72
 @pytest.fixture(autouse=True)
 def plain_flags(monkeypatch):
     monkeypatch.setattr(kernel_dispatch_gemm, "load_acquire", load_flag)
-    monkeypatch.setattr(kernel_dispatch_gemm, "add_release", add_flag)
-    monkeypatch.setattr(kernel_dispatch_gemm, "fence_proxy_async", no_fence)
     monkeypatch.setattr(kernel_gemm_combine, "load_acquire", load_flag)
     monkeypatch.setattr(kernel_signal, "store_release", store_flag)
     monkeypatch.setattr(kernel_signal, "fence", no_scoped_fence)
@@ -49,34 +46,6 @@ class Ranks:
         for tensor in tensors:
             tensor.local.copy_(torch.randn(shape))
         return tensors
-
-
-@pytest.mark.parametrize("kind", ["some missing", "all missing", "one expert"])
-@pytest.mark.parametrize("size", [1, 3])
-def test_dispatch(size, kind):
-    ranks = Ranks(size, kind)
-    for rank, routing in enumerate(ranks.routings):
-        rows = torch.full((routing.row_routes.shape[0], COLUMNS), float("nan"), dtype=torch.float16)
-        counters = torch.zeros(rows.shape[0] // 128, dtype=torch.int32)
-        control = ranks.worlds[rank].control.local
-
-        def run(routing=routing, rows=rows, counters=counters, control=control, x=ranks.x[rank]):
-            kernel_dispatch_gemm.dispatch_kernel[(3,)](
-                x.local, x.offsets, routing.pull_dispatch_indices, routing.offs, 2, rows, counters, control, COLUMNS,
-                ROWS=8, COLUMNS=64,
-            )  # fmt: skip
-
-        run()
-        end = int(routing.offs[-1])
-        for row, (source, token) in enumerate(routing.pull_dispatch_indices[:end].tolist()):
-            wanted = ranks.x[source].local[token] if source >= 0 else torch.zeros(COLUMNS, dtype=torch.float16)
-            assert torch.equal(rows[row], wanted)
-        assert rows[end:].isnan().all()
-        assert counters.tolist() == [128] * (end // 128) + [0] * (len(counters) - end // 128)
-        control[ABORT] = 1
-        run()
-        assert rows[:end].isnan().all()
-        assert counters[: end // 128].eq(256).all()
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -104,21 +73,12 @@ def test_tables_and_values(size):
             assert out[route] == (values[source].local[row] if source >= 0 else 0)
 
 
-def pull(ranks, rank, epoch):
-    """Rows of other ranks; NaN where none was pulled."""
-    world, routing, y, slots = ranks.worlds[rank], ranks.routings[rank], ranks.y[rank], ranks.slots[rank].cells.local
+def pulled(ranks, rank):
+    """Rows of other ranks; NaN for the others."""
     staged = torch.full((NUM_TOKENS * TOP_K, COLUMNS), float("nan"), dtype=torch.float16)
-    kernel_gemm_combine.pull_kernel[(3,)](
-        (y.local, y.offsets, routing.pull_combine_indices, staged),
-        (torch.tensor([epoch], dtype=torch.int32), slots, world.control.local, world.control.offsets),
-        rank,
-        world.size,
-        NUM_TOKENS * TOP_K,
-        COLUMNS,
-        SECOND,
-        ROWS=8,
-        COLUMNS=64,
-    )
+    for route, (source, row) in enumerate(ranks.routings[rank].combine_indices.tolist()):
+        if source not in (-1, rank):
+            staged[route] = ranks.y[source].local[row]
     return staged
 
 
@@ -149,7 +109,7 @@ def test_combine(size, tokens, pulls, has_weights):
         ranks.slots[rank].cells.local.fill_(-(2**31))  # the epoch that follows 2^31 - 1
         weights = torch.rand(NUM_TOKENS, TOP_K) if has_weights else None
         base = torch.randn(NUM_TOKENS, COLUMNS).to(torch.float16) if has_weights else None
-        out = combine(ranks, rank, 2**31 - 1, weights, base, tokens, pull(ranks, rank, 2**31 - 1) if pulls else None)
+        out = combine(ranks, rank, 2**31 - 1, weights, base, tokens, pulled(ranks, rank) if pulls else None)
         table = routing.combine_indices.view(NUM_TOKENS, TOP_K, 2).tolist()
         for token in range(NUM_TOKENS):
             total = torch.zeros(COLUMNS)
@@ -161,13 +121,12 @@ def test_combine(size, tokens, pulls, has_weights):
             assert torch.equal(out[token], total.to(torch.float16))
 
 
-@pytest.mark.parametrize("pulls", [False, True])
-def test_a_row_block_that_does_not_come_is_named_on_all_ranks(pulls):
+def test_a_row_block_that_does_not_come_is_named_on_all_ranks():
     ranks = Ranks(3)
     for slots in ranks.slots:
         slots.cells.local.fill_(5)
     ranks.slots[1].cells.local[0, 2] = 4
-    out = combine(ranks, 1, 5, None, None, staged=pull(ranks, 1, 5) if pulls else None)
+    out = combine(ranks, 1, 5, None, None)
     assert out.isnan().any()
     for world in ranks.worlds:
         with pytest.raises(WaitError) as error:

@@ -13,10 +13,12 @@ import triton.language as tl
 pytest.importorskip("triton")
 from tests.grouped_gemm.test_simulator import WIDE, sizes_of
 from tests.moe.problems import random_ids
+from tests.moe.test_mover import copy_at_once, no_group, nothing_to_wait_for
 from tests.parallel.test_notify import no_fence, part_of_one_vector, store_flag
+from tilecrew.device.compat import gl, gluon
 from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_grouped_gemm
-from tilecrew.moe import kernel_gemm_combine
+from tilecrew.moe import crew_ring, kernel_gemm_combine
 from tilecrew.moe.routing import build_routing
 from tilecrew.simulator import run
 
@@ -50,8 +52,17 @@ def rows_in_one_tensor(y, address):
     return y + (address - FAR)
 
 
+@gluon.jit
+def row_in_one_tensor(y, offset, row, num_columns):
+    return y + (offset // 2 + gl.maximum(row, 0).to(gl.int64) * num_columns)
+
+
 @pytest.fixture
 def simulated_words(monkeypatch):
+    monkeypatch.setattr(crew_ring, "row_of_peer", row_in_one_tensor)
+    monkeypatch.setattr(crew_ring, "async_copy_to_shared", copy_at_once)
+    monkeypatch.setattr(crew_ring, "commit_copies", no_group)
+    monkeypatch.setattr(crew_ring, "wait_for_copies", nothing_to_wait_for)
     monkeypatch.setattr(kernel_gemm_combine, "store_release", store_flag)
     monkeypatch.setattr(kernel_gemm_combine, "fence", no_fence)
     monkeypatch.setattr(kernel_gemm_combine, "peer_pointer", part_of_one_vector)
@@ -103,12 +114,13 @@ class Ranks:
         tensors = (
             self.y[rank],
             offsets_from(rank, self.y),
-            self.routings[rank].pull_combine_indices,
             self.staged[rank],
+            self.routings[rank].pull_combine_indices,
         )
         flags = (self.epoch, self.slots[rank], self.control, self.control)
         arguments = (tensors, flags, rank, SIZE, NUM_TOKENS * TOP_K, COLUMNS, 10**10)
-        return Launch(kernel_gemm_combine.pull_kernel, 2, arguments, {"ROWS": 4, "COLUMNS": 256, "num_warps": 4})
+        options = {"CHUNK": 8, "ROWS": 4, "COLUMNS": 256, "SLOTS": 3, "num_warps": 4}
+        return Launch(kernel_gemm_combine.pull_kernel, 2, arguments, options)
 
     def combine(self, rank):
         table, weights = self.routings[rank].combine_indices, self.weights[rank]

@@ -160,6 +160,8 @@ def _measure(case: Case, settings: Settings, processes: Processes | None, second
 def lines_of(row: Row) -> list[str]:
     """A case as text."""
     form = "on the CPU" if row.dispatch is None else f"{row.num_comm_blocks} communication blocks"
+    if row.predicted is not None:
+        form += f", predicted dispatch_gemm {row.predicted:.3f} ms"
     lines = [
         f"{row.case}, dispatch {row.dispatch or 'by torch'}, {form}; routes of the hottest expert "
         f"{row.hottest_expert:.1f}, of the busiest rank {row.busiest_rank:.2f} times the mean"

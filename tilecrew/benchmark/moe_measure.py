@@ -162,11 +162,13 @@ def _row(
 ) -> Row:
     layers = [name for name in (LAYER, GRAPH, ONE_RANK, ALL_TO_ALL) if name in milliseconds]
     bounds, ratios = ratios_of(milliseconds)
+    seconds = rank.workspace.predicted_seconds
     return Row(
         case,
         *loads_of(routes, case.num_ranks),
         rank.workspace.dispatch,
         rank.workspace.num_comm_blocks,
+        None if seconds is None else 1e3 * seconds,
         milliseconds,
         {name: 1e-9 * flops / milliseconds[name] for name in layers},
         bounds,

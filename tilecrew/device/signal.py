@@ -75,6 +75,17 @@ def fence_proxy_async():
 
 
 @triton.jit
+def fence_proxy_async_once():
+    """The same by the first thread of the block, which is the one that adds: behind a barrier it is enough, and the
+    others go on. For blocks without roles."""
+    PTX: tl.constexpr = (
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+        "@first fence.proxy.async; mov.u32 $0, 0; }"
+    )
+    tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def nanoseconds():
     """A clock that all blocks share."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)

@@ -3,10 +3,10 @@
     dispatch_gemm    tokens of all ranks -> rows -> grouped GEMM behind a gate
     gemm_combine     grouped GEMM whose epilogue tells all ranks -> their tokens' sums
 
-On a GPU rows are moved by a warp of each of the GEMM's blocks, or by communication blocks, which run beside the GEMM on
-a stream of their own; its grid leaves them their multiprocessors. Results of other ranks are pulled by such blocks
-beside the second GEMM; blocks that combine follow both, on all multiprocessors of the rank. On the CPU torch does the
-same, through the same gate, epilogue, slots and parallel tensors.
+On a GPU rows are moved by communication blocks, which run beside the GEMM on a stream of their own, and whose
+multiprocessors its grid leaves them; or by a warp of each of the GEMM's blocks. Results of other ranks are pulled by
+communication blocks beside the second GEMM; blocks that combine follow both, on all multiprocessors of the rank. On the
+CPU torch does the same, through the same gate, epilogue, slots and parallel tensors.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from tilecrew.grouped_gemm import operators
 from tilecrew.grouped_gemm.hooks import CountGate, Epilogue, Gate, Identity
 from tilecrew.grouped_gemm.schedule import pick
 from tilecrew.moe.routing import ROW_BLOCK, Routing
-from tilecrew.moe.schedule import DISPATCH, MOVER_COLUMNS, MOVER_SLOTS, PULL, combine_options, with_mover
+from tilecrew.moe.schedule import MOVER_COLUMNS, MOVER_SLOTS, combine_options, with_mover
 from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
 from tilecrew.parallel import host_signal
 
@@ -131,17 +131,18 @@ def pull_values(workspace: MoEWorkspace, routing: Routing, num_tokens: int) -> t
 
 def launch_dispatch(workspace: MoEWorkspace, routing: Routing, rows: torch.Tensor) -> None:
     """Communication blocks that bring rows and count them."""
-    dispatch_kernels().dispatch_kernel[(workspace.num_comm_blocks,)](
-        workspace.tokens.local,
-        workspace.tokens.offsets,
+    tokens = workspace.tokens
+    tensors = (
+        tokens.local,
+        tokens.offsets,
+        rows,
         routing.pull_dispatch_indices,
         routing.offs,
-        routing.offs.shape[0],
-        rows,
         workspace.counters,
         workspace.world.control.local,
-        rows.shape[1],
-        **DISPATCH,
+    )
+    dispatch_kernels().dispatch_kernel[(workspace.num_comm_blocks,)](
+        tensors, routing.offs.shape[0], rows.shape[1], **workspace.ring
     )
 
 
@@ -203,14 +204,14 @@ def launch_pull(workspace: MoEWorkspace, routing: Routing, num_tokens: int) -> N
     kernels = importlib.import_module("tilecrew.moe.kernel_gemm_combine")
     world, results = workspace.world, workspace.results
     kernels.pull_kernel[(workspace.num_comm_blocks,)](
-        (results.local, results.offsets, routing.pull_combine_indices, workspace.staged),
+        (results.local, results.offsets, workspace.staged, routing.pull_combine_indices),
         (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets),
         world.rank,
         world.size,
         num_tokens * workspace.sizes.top_k,
         workspace.sizes.hidden_size,
         host_signal.nanoseconds(world),
-        **PULL,
+        **workspace.ring,
     )
 
 

@@ -7,65 +7,82 @@ Computes
     tables      all_ids[r], all_weights[r] = ids and route weights of rank r
     values      out[t * K + k] = values of rank r [p],  (r, p) = indices[t * K + k];  0 where it is (-1, -1)
 
-Roles        every block does the same: it walks its pieces of ROWS rows, block b the pieces b, b + blocks, ...
+Roles        every block does the same. dispatch: it walks its chunks of CHUNK rows, block b the chunks b, b + blocks,
+             ..., in tiles that go through a ring in its shared memory (crew_ring)
 Hand-offs    dispatch   counters[row block of 128] (scope gpu) += rows that have landed, padding too -> CountGate of the
                         GEMM, whose target is therefore always 128. Rows are padded to whole row blocks.
              What is read from other ranks was ordered before it by a barrier of the world, or by a combine's waits.
-Timeline     dispatch   [piece] indices -> loads of peers' rows -> stores -> proxy fence (TMA will read them) -> barrier
-                        of the block -> release
+Timeline     dispatch   [tile] ring -> stores -> [last tile of a chunk] barrier of the block -> one thread: proxy fence
+                        (TMA will read them), release
 
-Pieces are in the order in which the GEMM takes row blocks. Inside an expert the ranks are in ring order, so that ranks
-do not all read from one. Peers' memory is loaded past the L1 cache, which nobody keeps coherent with other GPUs. Where
-a wait of the world has failed rows become NaN and counters are raised nevertheless: a GEMM that waits ends, and nobody
-takes its result for one; World.synchronize says what failed.
+A release waits until every store before it can be seen, a microsecond or two: one for a chunk of some 512 KB, and by a
+thread for which the others wait with the next tile only; copies set out before go on. Chunks are in the order in which
+the GEMM takes row blocks. Inside an expert the ranks are in ring order, so that ranks do not all read from one. Peers'
+memory is loaded past the L1 cache, which nobody keeps coherent with other GPUs. Where a wait of the world has failed
+rows become NaN and counters are raised nevertheless: a GEMM that waits ends, and nobody takes its result for one;
+World.synchronize says what failed.
 """
 
 import triton
 import triton.language as tl
 
-from tilecrew.device.signal import add_release, fence_proxy_async, load_acquire
+from tilecrew.device.compat import barrier, gl, gluon
+from tilecrew.device.signal import add_release, fence_proxy_async_once, load_acquire
+from tilecrew.moe.crew_ring import move_tiles
 
 ROW_BLOCK = tl.constexpr(128)
 
 
-@triton.jit(do_not_specialize=["num_experts"])
+@gluon.jit(do_not_specialize=["num_experts"])
 def dispatch_kernel(
-    x,
-    offsets,
-    indices,
-    offs,
+    tensors,
     num_experts,
-    rows,
-    counters,
-    control,
     num_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CHUNK: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
-    """x: this rank's [T, num_columns], offsets: those of all ranks; indices [P, 2]; offs [num_experts]; rows [P, ...].
-    num_columns is a multiple of 8, offs are multiples of 128."""
+    """tensors: x [T, num_columns] of this rank, offsets of all ranks', rows [P, num_columns], indices [P, 2], offs
+    [num_experts], counters, the world's control block. num_columns is a multiple of 8, offs are multiples of 128."""
+    x, offsets, rows, indices, offs, counters, control = tensors
+    num_rows = gl.load(offs + num_experts - 1)
     is_well = load_acquire(control, "sys") == 0
-    fill = tl.where(is_well, 0.0, float("nan")).to(rows.dtype.element_ty)
-    num_rows = tl.load(offs + num_experts - 1)
-    for piece in range(tl.program_id(0), num_rows // ROWS, tl.num_programs(0)):
-        row = piece * ROWS + tl.arange(0, ROWS)
-        rank = tl.load(indices + 2 * row)
-        token = tl.load(indices + 2 * row + 1)
-        is_row = (rank >= 0) & is_well
-        address = x.to(tl.int64) + tl.load(offsets + tl.maximum(rank, 0))
-        first = tl.multiple_of(address.to(x.dtype), 16)
-        source = tl.multiple_of(first + tl.maximum(token, 0).to(tl.int64) * num_columns, 16)
-        target = tl.multiple_of(rows + row.to(tl.int64) * num_columns, 16)
-        for begin in range(0, num_columns, COLUMNS):
-            column = begin + tl.arange(0, COLUMNS)
-            exists = (column // 8 < num_columns // 8)[None, :]
-            values = tl.load(
-                source[:, None] + column[None, :], mask=exists & is_row[:, None], other=fill, cache_modifier=".cg"
-            )
-            tl.store(target[:, None] + column[None, :], values, mask=exists)
-        fence_proxy_async()
-        tl.debug_barrier()
-        add_release(counters + piece * ROWS // ROW_BLOCK, ROWS, "gpu")
+    move_tiles(
+        (x, offsets, rows, indices, num_rows, counters),
+        num_rows // CHUNK,
+        num_columns,
+        is_well,
+        load_token,
+        same_row,
+        wait_for_nothing,
+        count_rows,
+        (CHUNK, ROWS, COLUMNS, SLOTS),
+    )
+
+
+@gluon.jit
+def load_token(tensors, row):
+    exists = row < tensors[4]
+    rank = gl.load(tensors[3] + 2 * row, mask=exists, other=-1)
+    return rank, gl.load(tensors[3] + 2 * row + 1, mask=exists, other=-1)
+
+
+@gluon.jit
+def same_row(tensors, row):
+    return row
+
+
+@gluon.jit
+def wait_for_nothing(tensors, row, is_well, CHUNK: gl.constexpr):
+    return is_well
+
+
+@gluon.jit
+def count_rows(tensors, row, CHUNK: gl.constexpr):
+    barrier()
+    fence_proxy_async_once()
+    add_release(tensors[5] + row // ROW_BLOCK, CHUNK, "gpu")
 
 
 @triton.jit(do_not_specialize=["num_routes", "length", "num_experts", "num_counters"])

@@ -5,14 +5,15 @@ Computes    out[t] = sum over k, in order, of weights[t, k] * y of rank r [p] + 
             weights and base may be None: factor one, and nothing to add.
 
 Roles       the GEMM's notify role (notify_sources, the `landed` of an epilogue); pull blocks beside the GEMM: block b
-            walks the pieces b, b + blocks, ... of ROWS rows of other ranks, in the order in which they land; combine
-            blocks behind both: block b walks the groups b, b + blocks, ... of TOKENS tokens
+            walks the chunks b, b + blocks, ... of CHUNK rows of other ranks, in the order in which they land, through
+            a ring in its shared memory (crew_ring); combine blocks behind both: block b walks the groups b,
+            b + blocks, ... of TOKENS tokens
 Hand-offs   arrivals[row block of 128] (scope gpu): elects the call that brings a row block's last columns
             slots[row block][r] of every rank (scope sys), written by rank r alone <- the epoch -> pull blocks
             staged[t * K + k] -> combine, a kernel behind the pull blocks
 Timeline    GEMM        [tile] rows are in global memory -> count -> [last of the row block] fence -> release to all
-            pull        [piece] look at the slots of all its rows at once, wait for those that are not there -> barrier
-                        of the block -> [columns] rows of peers -> staged
+            pull        [chunk] look at the slots of all its rows at once, wait for those that are not there -> barrier
+                        of the block -> [tile] ring -> staged. Copies of the chunk before stay on their way meanwhile.
             combine     [group] [columns] all K rows of all its tokens in flight, added in the order of k -> round
                         once, store
 
@@ -32,6 +33,7 @@ import triton.language as tl
 from tilecrew.device.compat import gl, gluon
 from tilecrew.device.signal import fence, is_reached, load_acquire, peer_pointer, store_release
 from tilecrew.grouped_gemm.kernel_epilogues import is_last_call
+from tilecrew.moe.crew_ring import move_tiles
 from tilecrew.parallel.kernel_signal import wait_for_rank
 
 ROW_BLOCK = tl.constexpr(128)
@@ -106,7 +108,7 @@ def combine_kernel(
             tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rank", "size", "num_routes", "timeout"])
+@gluon.jit(do_not_specialize=["rank", "size", "num_routes", "timeout"])
 def pull_kernel(
     tensors,
     flags,
@@ -115,36 +117,79 @@ def pull_kernel(
     num_routes,
     num_columns,
     timeout,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CHUNK: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
-    """tensors: y [P, num_columns] of this rank, the offsets of all, pulled [num_routes, 3] (rank, row, route), -1
-    behind the last, and staged [num_routes, num_columns]. flags as of combine_kernel."""
-    y, offsets, pulled, staged = tensors
+    """tensors: y [P, num_columns] of this rank, the offsets of all, staged [num_routes, num_columns], and pulled
+    [num_routes, 3] (rank, row, route), -1 behind the last. flags as of combine_kernel."""
+    y, offsets, staged, pulled = tensors
     epoch, slots, control, control_offsets = flags
-    expected = tl.load(epoch)
+    expected = gl.load(epoch)
     is_well = load_acquire(control, "sys") == 0
-    for piece in range(tl.program_id(0), tl.cdiv(num_routes, ROWS), tl.num_programs(0)):
-        entry = piece * ROWS + tl.arange(0, ROWS)
-        writer = tl.load(pulled + 3 * entry, mask=entry < num_routes, other=-1)
-        is_row = writer >= 0
-        row = tl.load(pulled + 3 * entry + 1, mask=is_row, other=0)
-        route = tl.load(pulled + 3 * entry + 2, mask=is_row, other=0)
-        is_well &= wait_for_rows(
-            slots, expected, writer[:, None], row[:, None], control, control_offsets, rank, size, timeout
-        )
-        source = rows_at(y, address_of(y, offsets, writer, row, num_columns))
-        target = tl.multiple_of(route.to(tl.int64) * num_columns, 8)
-        for begin in range(0, num_columns, COLUMNS):
-            column = begin + tl.arange(0, COLUMNS)
-            mask = is_row[:, None] & (column // 8 < num_columns // 8)[None, :]
-            values = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(staged + target[:, None] + column[None, :], values, mask=mask)
+    num_pulled = count_pulled(pulled, num_routes)
+    move_tiles(
+        (y, offsets, staged, pulled, num_pulled, slots, expected, control, control_offsets, rank, size, timeout),
+        gl.cdiv(num_pulled, CHUNK),
+        num_columns,
+        is_well,
+        load_result,
+        load_route,
+        wait_for_results,
+        tell_nobody,
+        (CHUNK, ROWS, COLUMNS, SLOTS),
+    )
+
+
+@gluon.jit
+def count_pulled(pulled, num_routes):
+    """How many entries the table has: those in front of the first -1."""
+    PROBES: gl.constexpr = 32 * gl.num_warps()
+    probe = gl.arange(0, PROBES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    begin, end = 0, num_routes
+    while begin < end:
+        step = gl.cdiv(end - begin, PROBES)
+        place = begin + probe * step
+        found = gl.load(pulled + 3 * place, mask=place < end, other=-1) >= 0
+        num_found = gl.sum(found.to(gl.int32), 0)
+        end = gl.where(num_found == 0, begin, gl.minimum(begin + num_found * step, end))
+        begin = gl.where(num_found == 0, begin, begin + (num_found - 1) * step + 1)
+    return begin
+
+
+@gluon.jit
+def load_result(tensors, entry):
+    exists = entry < tensors[4]
+    writer = gl.load(tensors[3] + 3 * entry, mask=exists, other=-1)
+    return writer, gl.load(tensors[3] + 3 * entry + 1, mask=exists, other=-1)
+
+
+@gluon.jit
+def load_route(tensors, entry):
+    return gl.load(tensors[3] + 3 * entry + 2, mask=entry < tensors[4], other=-1)
+
+
+@gluon.jit
+def wait_for_results(tensors, entry, is_well, CHUNK: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0])
+    chunk = entry + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    writer, row = load_result(tensors, chunk)
+    slots, expected, control, control_offsets = tensors[5], tensors[6], tensors[7], tensors[8]
+    rank, size, timeout = tensors[9], tensors[10], tensors[11]
+    return is_well & wait_for_rows(
+        slots, expected, writer[:, None], row[:, None], control, control_offsets, rank, size, timeout
+    )
+
+
+@gluon.jit
+def tell_nobody(tensors, entry, CHUNK: gl.constexpr):
+    pass
 
 
 @triton.jit
 def wait_for_rows(slots, expected, writer, row, control, control_offsets, rank, size, timeout):
-    """Waits for the row blocks of all routes (writer, row) [tokens, K]; whether all came."""
+    """Waits for the row blocks of all routes (writer, row) [tokens, K]; whether all came. Gluon calls it, too."""
     is_route = writer >= 0
     place = tl.where(is_route, row // ROW_BLOCK * size + writer, 0)
     is_well = expected == expected

@@ -9,7 +9,7 @@ from tilecrew._hardware import hardware_of
 from tilecrew._shapes import require_dtype
 from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
 from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
-from tilecrew.moe.schedule import num_blocks_of_link, pick_dispatch, pulls_results
+from tilecrew.moe.schedule import DispatchLoad, pick_comm_blocks, pick_dispatch, pulls_results, ring_options
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
 from tilecrew.parallel.signal import Signals
@@ -49,6 +49,7 @@ class MoEWorkspace:
     arrivals         [row blocks] int32: elects the tile that completes a row block
     slots            Signals with one slot for each row block: rank r writes the epoch when its row block is complete
     epoch            [1] int32 on the device of the world, one more for each exchange; may pass 2^32
+    predicted_seconds    of dispatch and first GEMM at the capacity, by the model of `schedule`; None but for "blocks"
 
     Args:
         world: this rank's World.
@@ -56,8 +57,7 @@ class MoEWorkspace:
             that still loads kernels would wait for kernels that wait for it.
         dispatch: "warps" or "blocks", as `schedule` says; None chooses. On the CPU None.
         num_comm_blocks: blocks that pull rows beside a GEMM; at least 1 and less than the rank's multiprocessors.
-            None: as many as the link to other GPUs needs (`schedule.num_blocks_of_link`), elsewhere a quarter of them
-            up to 8. On the CPU None.
+            None: as `schedule.pick_comm_blocks` predicts. On the CPU None.
 
     Raises TypeError or ValueError for sizes that do not fit, and on every rank where ranks differ in them.
     """
@@ -69,12 +69,16 @@ class MoEWorkspace:
         dtype = str(sizes.dtype).removeprefix("torch.")
         num_experts = len(expert_range(0, sizes.num_experts, world.size))
         problem = Problem(MAX_ROWS, num_experts, sizes.hidden_size, 2 * sizes.intermediate_size, dtype, has_gate=True)
-        self.is_gpu = world.device.type == "cuda"
-        is_far = self.is_gpu and world.size > 1 and pulls_results(sizes.capacity, world.stream is not None)
-        self.dispatch = pick_dispatch(dispatch, problem, hardware_of(world.device), is_far)
-        if is_far and num_comm_blocks is None:
-            num_comm_blocks = num_blocks_of_link(world.size, world.num_sms)
+        hardware, is_emulated = hardware_of(world.device), world.stream is not None
+        self.dispatch = pick_dispatch(dispatch, problem, hardware, sizes.capacity)
+        self.ring = ring_options(sizes.hidden_size, hardware)
+        num_rows = -(-world.size * sizes.capacity * sizes.top_k * num_experts // sizes.num_experts)
+        load = DispatchLoad(problem, num_rows, 1 if is_emulated else world.size)
+        if num_comm_blocks is None and hardware.device_type == "cuda":
+            num_comm_blocks = pick_comm_blocks(load, world.num_sms)
         self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
+        is_predicted = self.dispatch == "blocks"
+        self.predicted_seconds = load.seconds(self.num_comm_blocks, world.num_sms) if is_predicted else None
         self.world, self.sizes = world, sizes
         world.agree(f"a mixture of experts of {sizes}")
         num_routes = world.size * sizes.capacity * sizes.top_k
@@ -99,7 +103,7 @@ class MoEWorkspace:
             self.mover_sizes = torch.tensor([len(self.experts), sizes.hidden_size], dtype=torch.int32, device=device)
             self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
             self.staged = None
-            if is_far:
+            if self.is_gpu and world.size > 1 and pulls_results(sizes.capacity, is_emulated):
                 num_own_routes = sizes.capacity * sizes.top_k
                 self.staged = torch.empty(num_own_routes, sizes.hidden_size, dtype=sizes.dtype, device=device)
             self._all_ids = torch.full((world.size, *routes), -1, dtype=torch.int32, device=device)
