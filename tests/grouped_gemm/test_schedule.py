@@ -63,7 +63,9 @@ def shape(problem):
 
 
 def test_no_more_blocks_than_tiles():
-    assert pick(replace(PROBLEM, num_rows=1, num_columns=256), H200).num_programs == 2
+    one_row = replace(PROBLEM, num_rows=1, num_columns=256)
+    assert pick(replace(one_row, num_inner=256), H200).num_programs == 2
+    assert pick(one_row, H200).num_programs == 2 * pick(one_row, H200).splits == 16
     assert pick(PROBLEM, H200).num_programs == 132
 
 

@@ -29,6 +29,19 @@ def matrix_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescrip
     return descriptor(matrix, matrix.stride(), (rows, columns))
 
 
+def with_row_stride(x: torch.Tensor) -> torch.Tensor:
+    """The stride of a dimension of size 1 means nothing, but TMA wants a multiple of 16 bytes from it."""
+    return x if x.shape[0] > 1 else x.as_strided(x.shape, (x.shape[1], 1))
+
+
+def stack_descriptor(w: torch.Tensor, rows: int, columns: int, transposed: bool) -> TensorDescriptor:
+    """Tiles [rows, columns] of one matrix of a stack [E, K, N]; transposed: K is what is contiguous."""
+    matrix = w.transpose(1, 2) if transposed else w
+    tile = (1, columns, rows) if transposed else (1, rows, columns)
+    strides = [stride if size > 1 else 8 for size, stride in zip(matrix.shape, matrix.stride(), strict=True)]
+    return descriptor(matrix, [*strides[:2], 1], tile)
+
+
 def descriptor(x: torch.Tensor, strides: Sequence[int], tile: tuple[int, ...]) -> TensorDescriptor:
     """TensorDescriptor(...) without its checks, which take most of its time and which the driver repeats."""
     made = object.__new__(TensorDescriptor)
