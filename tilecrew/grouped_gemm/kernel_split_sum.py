@@ -6,7 +6,7 @@ with partials[s] [M, N] float32, what x W_e sums to over part s of K; added in t
 Roles        one warp a block: one row by PIECE columns, so that no block meets two groups
 Timeline     group of the row from offs -> the kernel before has ended -> loads of all parts -> sum -> epilogue, store
 
-The kernel is launched to start early: its blocks need no shared memory and fit beside those of the GEMM. They read offs
+The kernel is launched to start early: its blocks need little and fit beside those of the GEMM. They read offs
 meanwhile, which the GEMM does not write; the GEMM itself starts when everything before has ended.
 
 Epilogues get a row in the layout that a row of the GEMM's accumulator has: a lane holds the same columns, so that what

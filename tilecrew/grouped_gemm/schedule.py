@@ -192,7 +192,8 @@ def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
 
 def num_splits(problem: Problem, tiles: TileSizes, num_sms: int) -> int:
     """Into how many parts the hopper kernel splits K: what the model finds fastest, 1 where the gain is small."""
-    if tiles.block_m != CONSUMER_ROWS or problem.has_gate or problem.notifies or problem.mover_bytes:
+    has_hooks = problem.has_gate or problem.notifies or problem.mover_bytes > 0
+    if tiles.block_m != CONSUMER_ROWS or has_hooks or problem.num_groups == 0:
         return 1
     fitting = [splits for splits in SPLITS if splits == 1 or problem.num_inner >= splits * MIN_SPLIT]
     times = {splits: modelled_nanoseconds(problem, tiles, num_sms, splits) for splits in fitting}
@@ -270,8 +271,6 @@ def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason:
 
 def _likely_row_blocks(problem: Problem, block_m: int) -> int:
     """Row blocks where every row goes to any group with the same probability."""
-    if problem.num_groups == 0:
-        return 1
     num_filled = problem.num_groups * (1 - (1 - 1 / problem.num_groups) ** problem.num_rows)
     return max(round(num_filled), _ceil_div(problem.num_rows, block_m), 1)
 
