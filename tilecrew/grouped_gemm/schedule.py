@@ -12,8 +12,8 @@ slower even where they fill the SMs' last turn (docs/notes/grouped-gemm.md). All
 ring, after what the epilogue needs.
 
 Where tiles of 64 rows are too few for all SMs, or fill their last turn badly, K is split over blocks (`num_splits`): a
-second kernel adds up what the parts sum to. How many parts is a model of time, of the measured rates of memory and of
-an SM, and of row blocks as random routing would make them: offsets are not known here.
+second kernel adds up what the parts sum to. How many parts follows from a model of time: rates of memory and of an SM,
+and row blocks as random routing would make them, because offsets are not known here.
 
 Tiles of mma_sync are 128 x 128 x 64: a block of compute capability 12.0 has 99 KB of shared memory, three stages of 32
 KB fill it, and results leave registers without a staging tile.
@@ -44,8 +44,8 @@ BAND = 4  # row blocks that are computed together; up to 8 measured the same
 SMALL_GROUP = 64  # mean rows of a group up to which tiles have 64 rows
 SPLITS = (1, 2, 4, 8, 16)  # parts of K
 MIN_SPLIT = 256  # inner elements of a part
-# Measured on an H200: bytes a nanosecond of its memory and of an SM among few that load; what the second kernel takes
-# behind the first, and a part between the loads of two others, in nanoseconds.
+# Bytes a nanosecond of an H200's memory, measured, and of an SM where few load, inferred from calls with few tiles.
+# Assumed: nanoseconds that the second kernel takes behind the first, and that a turn takes beside its loads.
 MEMORY_RATE = 4270.0
 SM_RATE = 40.0
 SUM_NANOSECONDS = 2000.0
