@@ -189,17 +189,21 @@ def tell_nobody(tensors, entry, CHUNK: gl.constexpr):
 
 @triton.jit
 def wait_for_rows(slots, expected, writer, row, control, control_offsets, rank, size, timeout):
-    """Waits for the row blocks of all routes (writer, row) [tokens, K]; whether all came. Gluon calls it, too."""
+    """Waits for the row blocks of all routes (writer, row) [tokens, K]; whether all came. Gluon calls it, too.
+
+    At a deadline one warp may see the slot and another one not: both go on as long as somebody misses a slot and none
+    of his waits has failed, because all warps take part in what finds out.
+    """
     is_route = writer >= 0
     place = tl.where(is_route, row // ROW_BLOCK * size + writer, 0)
     is_well = expected == expected
     missing = last_missing(slots, place, is_route, expected)
-    while (missing >= 0) & is_well:
+    while missing >= 0:
         # What comes last, most likely: then the others are there.
-        is_well = wait_for_rank(
+        is_well &= wait_for_rank(
             slots + missing, expected, missing // size, missing % size, control, control_offsets, rank, size, timeout
         )
-        missing = last_missing(slots, place, is_route, expected)
+        missing = last_missing(slots, place, is_route & is_well, expected)
     tl.debug_barrier()
     return is_well
 

@@ -80,6 +80,7 @@ class MoEWorkspace:
         is_predicted = self.dispatch == "blocks"
         self.predicted_seconds = load.seconds(self.num_comm_blocks, world.num_sms) if is_predicted else None
         self.world, self.sizes = world, sizes
+        self.is_gpu = world.device.type == "cuda"
         world.agree(f"a mixture of experts of {sizes}")
         num_routes = world.size * sizes.capacity * sizes.top_k
         # Rank 0 has the most experts.
