@@ -184,3 +184,15 @@ class SimulatedCountGate(Gate):
 
     def check(self, num_rows_of_blocks):
         return None
+
+
+class OneAfterTheOther(SimulatedCountGate):
+    """Holds a row block back until the one before has been notified, by the same launch: counters are `rows` of its
+    NotifyRowBlock."""
+
+    @gluon.jit
+    def wait(row_block, num_rows, tensors):  # noqa: N805
+        before = tensors[0] + gl.maximum(row_block - 1, 0)
+        count = gl.atomic_add(before, 0, sem="acquire", scope="gpu")
+        while (count == 0) & (row_block > 0):
+            count = gl.atomic_add(before, 0, sem="acquire", scope="gpu")

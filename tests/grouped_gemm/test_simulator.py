@@ -6,14 +6,14 @@ import torch
 import tilecrew
 
 pytest.importorskip("triton")
-from tests.grouped_gemm.hook_examples import Record, SimulatedCountGate, Trace
+from tests.grouped_gemm.hook_examples import OneAfterTheOther, Record, SimulatedCountGate, Trace
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
 from tests.simulator.conftest import run_under_seeds
 from tests.simulator.mutations import mutate, names_of_places
 from tilecrew.grouped_gemm import kernel_grouped_gemm
 from tilecrew.grouped_gemm.hooks import GELU, Bias, CountGate, Epilogue, NotifyRowBlock, RouteWeight, SiLU, SwiGLU
 from tilecrew.grouped_gemm.schedule import Problem, TileSizes, max_row_blocks, mma_sync_tiles, table_length
-from tilecrew.simulator import run
+from tilecrew.simulator import FaultError, run
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Rows and columns of a tile, stages, staging tiles of a consumer.
@@ -161,20 +161,23 @@ def test_row_blocks_are_notified_once_whole(epilogue, tile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", [SMALL, WIDE, MMA_SYNC])
-def test_what_is_notified_has_landed(tile):
-    """Every call of `landed` finds its rows of the output stored, and there are as many calls as it is told."""
+@pytest.mark.parametrize(
+    ("tile", "num_programs"), [(SMALL, 3), (WIDE, 1), (WIDE, 2), (WIDE, 3), (MMA_SYNC, 1), (MMA_SYNC, 3)]
+)
+def test_what_is_notified_has_landed(tile, num_programs):
+    """Every call of `landed` finds its rows of the output stored, and there are as many calls as it is told: one a
+    tile. A block has up to 21 tiles, and hands over four before the first is notified."""
     x, w, offs = make(LENGTHS, TAIL, 72, 272)
     out = torch.empty(x.shape[0], 272, dtype=x.dtype)
     block_m = sizes_of(tile, len(LENGTHS)).block_m
     num_blocks = sum(-(-length // block_m) for length in LENGTHS)
     hook = Trace(out, offs, num_blocks, block_m)
-    launch = kernel_grouped_gemm.launch(
-        x, w, offs, out, sizes_of(tile, len(LENGTHS)), 3, kernel_grouped_gemm.hooks_of(None, hook)
-    )
+    sizes = sizes_of(tile, len(LENGTHS))
+    launch = kernel_grouped_gemm.launch(x, w, offs, out, sizes, num_programs, kernel_grouped_gemm.hooks_of(None, hook))
     run_under_seeds(launch, [out, hook.calls, hook.expected_calls, hook.missing], 3)
     # run_under_seeds starts counters at -1
     assert torch.equal(hook.calls + 1, hook.expected_calls)
+    assert hook.expected_calls.tolist() == [-(-272 // sizes.block_n)] * num_blocks
     assert hook.missing.tolist() == [-1]
 
 
@@ -201,6 +204,48 @@ def test_a_notification_that_does_not_wait_for_its_stores_is_found():
         run.simulate(launch, seed, [mutated])
         missing.append(int(hook.missing) + 1)
     assert any(missing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["drop wait", "flip parity", "drop arrive"])
+def test_a_notify_role_that_does_not_keep_step_is_found(kind):
+    """Its wait for the consumers left out or for another phase; or it never frees what they hand over."""
+    x, w, offs = make([256, 200], 0, 8, 512)
+    out = torch.empty(456, 512, dtype=x.dtype)
+    hook = Trace(out, offs, 4, 128)
+    launch = kernel_grouped_gemm.launch(x, w, offs, out, sizes_of(WIDE, 2), 1, kernel_grouped_gemm.hooks_of(None, hook))
+    program = run.compile_program(launch)
+    named = names_of_places(program, kind, ["consumer 0", "consumer 1", "load", "notify"])
+    assert [key for key in named if key[0] == "notify"] == [("notify", 0)]
+    mutated = mutate(program, kind, named["notify", 0])
+    found = []
+    for seed in range(3):
+        for tensor in (out, hook.calls, hook.expected_calls, hook.missing):
+            tensor.fill_(float("nan") if tensor is out else -1)
+        try:
+            run.simulate(launch, seed, [mutated])
+            found.append(int(hook.missing) != -1)
+        except FaultError:
+            found.append(True)
+    assert any(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [WIDE, MMA_SYNC])
+def test_a_gate_may_wait_for_the_tile_before_of_the_same_block(tile):
+    """Behind a gate a tile is notified at once, and not when the products of the next one are done."""
+    x, w, offs = make([256, 130], 5, 72, 128)
+    rows = torch.zeros(max_row_blocks(x.shape[0], 2), dtype=torch.int32)
+    out = torch.empty(x.shape[0], 128, dtype=x.dtype)
+    hooks = kernel_grouped_gemm.hooks_of(OneAfterTheOther(rows), NotifyRowBlock(rows))
+    launch = kernel_grouped_gemm.launch(x, w, offs, out, sizes_of(tile, 2), 1, hooks)
+    program = run.compile_program(launch)
+    for seed in range(2):
+        out.fill_(float("nan"))
+        rows.zero_()
+        run.simulate(launch, seed, [program])
+        assert_close(out, expected(x, w, offs), offs)
+        assert rows.tolist()[:4] == [128, 128, 128, 2]
 
 
 @pytest.mark.slow

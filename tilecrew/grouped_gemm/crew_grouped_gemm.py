@@ -10,9 +10,9 @@ from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, 
 from tilecrew.device.ring import Ring, remainder
 from tilecrew.device.signal import fence_proxy_async
 from tilecrew.device.tiles import matrix_view, wait_until_stores_complete
-from tilecrew.grouped_gemm.schedule import PIECE
+from tilecrew.grouped_gemm.schedule import PIECE, STORED_TILES
 
-STORED_TILES = gl.constexpr(4)  # how far consumers may be ahead of the notify role: it is quick, they hardly ever wait
+STORED = gl.constexpr(STORED_TILES)
 SEARCH = gl.constexpr(128)  # row-block ends that a search reads at once: four registers of a lane
 
 
@@ -204,12 +204,11 @@ def mover_role(slots, pointers, mover: gl.constexpr):
 
 @gluon.jit
 def hand_over(stored: Ring, step, pred):
-    """A consumer's rows of its tile number `step` to the notify role, where pred: they are in global memory, for
-    whoever acquires what that role releases, by ordinary loads, or through TMA after a proxy fence."""
+    """A consumer's rows of its tile number `step` to the notify role, where pred: TMA stores are complete, ordinary
+    ones ordered by the barrier and the arrival. No proxy fence, which every warp would wait for: that role has it."""
     if pred:
         tma_store_wait(0)
         wait_until_stores_complete()
-        fence_proxy_async()  # rows of a partial block came by ordinary stores, and TMA may read them elsewhere
         full = stored.acquire(step)
         barrier()  # one thread arrives for all
         mbarrier.arrive(full, count=1)
@@ -217,12 +216,14 @@ def hand_over(stored: Ring, step, pred):
 
 @gluon.jit
 def notify_role(stored: Ring, walk, pointers, landed: gl.constexpr, config: gl.constexpr):
-    """Tells the hook of every tile, when all consumers have handed it over."""
+    """Tells the hook of every tile, when all consumers have handed it over: it is in global memory then, for whoever
+    acquires what the hook releases, by ordinary loads, or through TMA after a proxy fence."""
     step = 0
     for index in range(gl.program_id(0), walk.num_tiles(config), gl.num_programs(0)):
         tile = walk.tile(index, config)
         stored.wait(step)
         if tile.num_steps > 0:  # nobody waits for rows behind the last group
+            fence_proxy_async()  # rows of a partial block came by ordinary stores, and TMA may read them elsewhere
             num_rows = gl.minimum(tile.num_rows, config.block_m)
             column_block = tile.column // config.block_n
             landed(tile.row_block, column_block, num_rows, walk.num_column_blocks, pointers.landed)

@@ -12,7 +12,7 @@ And of those that tell others what has landed in global memory:
 
     landed(row_block, column_block, num_rows, num_calls, tensors)
 
-See hooks.Epilogue.
+once a tile, by the one warp of the notify role. See hooks.Epilogue.
 """
 
 from tilecrew.device.compat import gl, gluon

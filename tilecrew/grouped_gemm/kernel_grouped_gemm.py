@@ -60,7 +60,7 @@ from tilecrew.device.mma import accumulator_layout, operand_layout, warp_accumul
 from tilecrew.device.ring import Ring
 from tilecrew.device.tiles import let_next_kernel_start
 from tilecrew.grouped_gemm.crew_grouped_gemm import (
-    STORED_TILES,
+    STORED,
     GemmTiles,
     TileWalk,
     copy_layout,
@@ -256,9 +256,7 @@ def grouped_gemm_kernel(
     walk = TileWalk.create(pointers.offs, num_groups, num_rows, num_columns, num_inner, config)
     tiles = GemmTiles.create(x_desc, w_desc, out_desc, config)
     inputs = Ring.create(config.num_stages, 1, config.num_consumers)
-    stored = inputs
-    if config.notifies:
-        stored = Ring.create(STORED_TILES, config.num_consumers, 1)
+    stored = Ring.create(STORED, config.num_consumers, 1) if config.notifies else inputs
     barrier()  # the table of the walk is written
     if config.num_splits > 1:
         let_next_kernel_start()  # the one that sums up: it waits for the sums
@@ -372,9 +370,8 @@ def consumer_role(shared, epilogue: gl.constexpr, CONSUMER: gl.constexpr, config
                 step += 1
             if config.notifies_late:
                 hand_over(stored, num_stored - 1, num_stored > 0)
-        if config.notifies:
-            if not config.notifies_late:
-                hand_over(stored, num_stored, True)
+        if config.notifies and not config.notifies_late:
+            hand_over(stored, num_stored, True)
         num_stored += 1
     if config.notifies_late:
         hand_over(stored, num_stored - 1, num_stored > 0)

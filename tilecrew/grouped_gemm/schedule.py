@@ -40,6 +40,7 @@ ROW_BLOCK = 128  # rows that gates and notifications count together
 PIECE = 64  # columns of the accumulator that the epilogue takes at a time
 MMA_SYNC_WARPS = 8  # 16 rows each
 STAGES = (8, 4, 3, 2)  # counts by which the ring can number its stages
+STORED_TILES = 4  # how far consumers may be ahead of the notify role: it is quick, they hardly ever wait
 BAND = 4  # row blocks that are computed together; up to 8 measured the same
 SMALL_GROUP = 64  # mean rows of a group up to which tiles have 64 rows
 SPLITS = (1, 2, 4, 8, 16)  # parts of K
@@ -102,7 +103,7 @@ class TileSizes:
         """Upper bound of what a block needs."""
         tile = self.block_k * (self.block_m + self.block_n) * ELEMENT_BYTES
         staging = self.num_output_buffers * self.block_m * PIECE * ELEMENT_BYTES
-        barriers = 2 * 8 * self.num_stages
+        barriers = 2 * 8 * (self.num_stages + STORED_TILES)
         tables = 2 * 4 * self.table_length
         return self.num_stages * tile + staging + tables + barriers + self.mover_bytes + COMPILER_BYTES
 
