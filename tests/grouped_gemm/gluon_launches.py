@@ -17,9 +17,9 @@ from triton.backends.compiler import GPUTarget
 from tests.grouped_gemm.problems import H200, make
 from tilecrew.device import aot
 from tilecrew.device.launch import Launch
-from tilecrew.grouped_gemm import kernel_grouped_gemm, kernel_split_sum
+from tilecrew.grouped_gemm import kernel_grouped_gemm
 from tilecrew.grouped_gemm.hooks import GELU, Bias, CountGate, NotifyRowBlock, RouteWeight, SiLU, SwiGLU
-from tilecrew.grouped_gemm.schedule import Problem, Schedule, TileSizes, hopper_tiles, mma_sync_tiles
+from tilecrew.grouped_gemm.schedule import Problem, TileSizes, hopper_tiles, mma_sync_tiles
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NUM_COLUMNS = 512
@@ -56,16 +56,6 @@ MMA_SYNC_LAUNCHES = {
     "SwiGLU 1": (8, 16384, BF16, False, None, "swiglu 1"),
     "notify, SwiGLU 8": (8, 16384, BF16, False, None, "notify swiglu 8"),
 }
-# With K split over blocks: number of groups and rows, dtype, whether w is transposed, epilogue, parts.
-SPLIT_LAUNCHES = {
-    "64 x 128, 8 parts": (128, 1, BF16, False, None, 8),
-    "64 x 128, transposed, 2 parts, SwiGLU 1": (128, 16, BF16, True, "swiglu 1", 2),
-    "64 x 256, float16, 4 parts, SwiGLU 8": (128, 96, FP16, False, "swiglu 8", 4),
-    "64 x 256, transposed, 16 parts, bias": (256, 512, BF16, True, "bias", 16),
-    "64 x 256, 1022 groups, 2 parts, GELU": (1022, 512, BF16, False, "gelu", 2),
-}
-SPLIT_KERNELS = ("products", "sum")
-SPLIT_NAMES = [f"{name}, {kernel}" for name in SPLIT_LAUNCHES for kernel in SPLIT_KERNELS]
 TARGETS = {"sm_90": aot.SM90, "sm_120": GPUTarget("cuda", 120, 32)}
 MMA_SYNC_NAMES = [f"{name}, {target}" for name in MMA_SYNC_LAUNCHES for target in TARGETS]
 
@@ -120,10 +110,6 @@ def case_of(name: str) -> tuple[tuple, TileSizes, GPUTarget]:
         notifies = epilogue is not None and epilogue.startswith("notify")
         problem = Problem(num_rows, num_groups, 2048, 2048, "bfloat16", gate is not None, notifies)
         return case, hopper_tiles(problem, H200.num_sms), aot.SM90
-    if name in SPLIT_NAMES:
-        num_groups, num_rows, dtype, transposed, epilogue, _ = SPLIT_LAUNCHES[name.rsplit(", ", 1)[0]]
-        tiles = hopper_tiles(Problem(num_rows, num_groups, 2048, 2048, "bfloat16"), H200.num_sms)
-        return (num_groups, num_rows, dtype, transposed, None, epilogue), tiles, aot.SM90
     name, target = name.rsplit(", ", 1)
     case = MMA_SYNC_LAUNCHES[name]
     return case, mma_sync_tiles(Problem(case[1], case[0], 2048, 2048, "bfloat16")), TARGETS[target]
@@ -146,17 +132,12 @@ def make_launch(name: str) -> Launch:
     out = x.new_empty(x.shape[0], NUM_COLUMNS // (1 if hook is None else hook.shrink))
     counters = CountGate(torch.zeros(8, dtype=torch.int32)) if gate else None
     hooks = kernel_grouped_gemm.hooks_of(counters, hook)
-    if name in SPLIT_NAMES:
-        case, kernel = name.rsplit(", ", 1)
-        schedule = Schedule("hopper", tiles, 2, "", SPLIT_LAUNCHES[case][-1])
-        return kernel_split_sum.launches(x, w, offs, out, schedule, hooks)[SPLIT_KERNELS.index(kernel)]
     return kernel_grouped_gemm.launch(x, w, offs, out, tiles, 2, hooks)
 
 
 def main() -> None:
     resources = {}
-    few = (*FEW, *MMA_SYNC_FEW, *SPLIT_NAMES)
-    for name in few if "--few" in sys.argv else (*LAUNCHES, *MMA_SYNC_NAMES, *SPLIT_NAMES):
+    for name in (*FEW, *MMA_SYNC_FEW) if "--few" in sys.argv else (*LAUNCHES, *MMA_SYNC_NAMES):
         _, tiles, target = case_of(name)
         try:
             found = dataclasses.asdict(aot.resources(aot.compile_launch(make_launch(name), target)))

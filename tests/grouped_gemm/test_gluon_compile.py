@@ -6,14 +6,7 @@ import json
 import pytest
 
 pytest.importorskip("triton")
-from tests.grouped_gemm.gluon_launches import (
-    FEW,
-    LAUNCHES,
-    MMA_SYNC_FEW,
-    MMA_SYNC_NAMES,
-    SPLIT_NAMES,
-    properties_of,
-)
+from tests.grouped_gemm.gluon_launches import FEW, LAUNCHES, MMA_SYNC_FEW, MMA_SYNC_NAMES, properties_of
 from tests.tritons import INSTALLED, cases, output_of_each
 
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
@@ -62,20 +55,3 @@ def test_compiles_with_mma_sync(name, version, reports):
     assert resources["wgmma"] == 0
     assert resources["tma"] > 0
     assert resources["overlaid_barriers"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "version"), cases(SPLIT_NAMES, SPLIT_NAMES))
-def test_compiles_with_k_split(name, version, reports):
-    resources = reports[version]["resources"][name]
-    assert isinstance(resources, dict), resources
-    assert resources["local_memory_instructions"] == 0
-    assert resources["stack_bytes"] == 0
-    assert resources["overlaid_barriers"] == 0
-    if name.endswith("products"):
-        assert resources["shared_memory_bytes"] <= resources["budget"] <= SHARED_MEMORY_OF_A_BLOCK
-        assert 0 < resources["wgmma_groups"] == resources["products"] < resources["wgmma"]
-    else:
-        # Many blocks of one warp wait beside a block of the GEMM.
-        assert resources["shared_memory_bytes"] <= 1024
-        assert resources["registers"] <= 128

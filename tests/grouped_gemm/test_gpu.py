@@ -18,7 +18,6 @@ from tilecrew.grouped_gemm import (
     max_row_blocks,
     operators,
     reference,
-    schedule,
 )
 
 pytestmark = pytest.mark.gpu
@@ -84,86 +83,6 @@ def test_few_rows_over_many_groups(num_rows, implementation):
     generator = torch.Generator().manual_seed(num_rows)
     groups = torch.randint(0, 128, (num_rows,), generator=generator).sort().values
     check(torch.bincount(groups, minlength=128).tolist(), 0, 2048, 1536, implementation)
-
-
-@pytest.fixture
-def split_into(monkeypatch):
-    """Makes the schedule split K into so many parts; plans of calls with others are forgotten."""
-    skip_where_it_cannot_run("hopper")
-
-    def force(splits):
-        monkeypatch.setattr(schedule, "num_splits", lambda *_: splits)
-        operators.PLANS.clear()
-
-    yield force
-    operators.PLANS.clear()
-
-
-@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    ("lengths", "tail", "num_inner", "num_columns"),
-    [
-        ([1], 0, 4104, 1536),
-        ([0, 1, 0, 0, 3, 0], 2, 4104, 1536),
-        ([300, *[0] * 20, 5], 0, 4096, 520),
-        ([1] * 64, 0, 4096, 3072),
-    ],
-)
-def test_k_split_over_blocks(lengths, tail, num_inner, num_columns, transposed, splits, split_into):
-    """Every number of parts is right, from the first call to calls by plans, and always gives the same bits."""
-    split_into(splits)
-    x, w, offs = make(lengths, tail, num_inner, num_columns, device="cuda", transposed=transposed)
-    first = tilecrew.grouped_gemm(x, w, offs, implementation="hopper")
-    assert_close(first, expected(x, w, offs), offs)
-    for _ in range(20):
-        assert torch.equal(tilecrew.grouped_gemm(x, w, offs, implementation="hopper"), first)
-
-
-@pytest.mark.parametrize("splits", [2, 8])
-@pytest.mark.parametrize("epilogue", ["bias", "gelu", "swiglu 1", "swiglu 8", "route"])
-def test_epilogues_of_split_k(epilogue, splits, split_into):
-    split_into(splits)
-    x, w, offs = make([3, 0, 1, 70], 9, 2056, 528, device="cuda", dtype=FP16)
-    x = torch.where(x.isnan(), 0, x)
-    weights = torch.rand(x.shape[0], device="cuda")
-    weights[-9:] = float("nan")
-    hook = {
-        "bias": lambda: Bias(torch.randn(4, 528, device="cuda", dtype=BF16)),
-        "gelu": GELU,
-        "swiglu 1": SwiGLU,
-        "swiglu 8": lambda: SwiGLU(8),
-        "route": lambda: RouteWeight(weights),
-    }[epilogue]()
-    out = tilecrew.grouped_gemm(x, w, offs, epilogue=hook, implementation="hopper")
-    assert_close(out, expected(x, w, offs, hook), offs, bound=6e-3)
-
-
-@pytest.mark.parametrize("splits", [2, 8])
-def test_graphs_of_split_k_replay_on_several_streams(splits, split_into):
-    """Two graphs at the same time, each with its workspace, replayed with other offsets."""
-    split_into(splits)
-    num_rows, graphs = 6, []
-    for seed in range(2):
-        x, w, offs = make([1, 0, 2, 3], 0, 2056, 1536, device="cuda", seed=seed)
-        tilecrew.grouped_gemm(x, w, offs, implementation="hopper")  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = tilecrew.grouped_gemm(x, w, offs, implementation="hopper")
-        graphs.append((torch.cuda.Stream(), graph, x, w, offs, out))
-    for ends in ([1, 1, 3, 6], [0, 6, 6, 6], [1, 2, 3, 4]):
-        for *_, offs, out in graphs:
-            offs.copy_(torch.tensor(ends))
-            out.fill_(float("nan"))
-        torch.cuda.synchronize()
-        for _ in range(10):
-            for stream, graph, *_ in graphs:
-                with torch.cuda.stream(stream):
-                    graph.replay()
-        torch.cuda.synchronize()
-        for _, _, x, w, offs, out in graphs:
-            assert out.shape[0] == num_rows
-            assert_close(out, expected(x, w, offs), offs)
 
 
 @pytest.mark.parametrize(("num_inner", "num_columns"), [(8, 8), (72, 136), (64, 128), (7168, 256), (200, 4104)])

@@ -8,10 +8,8 @@ from tests.grouped_gemm.problems import H200
 from tilecrew._hardware import Hardware
 from tilecrew.grouped_gemm.schedule import (
     MAX_GROUPS,
-    MIN_SPLIT,
     SHARED_MEMORY,
     SMALL_SHARED_MEMORY,
-    SPLITS,
     STAGES,
     Problem,
     hopper_tiles,
@@ -65,36 +63,8 @@ def shape(problem):
 
 
 def test_no_more_blocks_than_tiles():
-    one_row = replace(PROBLEM, num_rows=1, num_columns=256)
-    assert pick(replace(one_row, num_inner=256), H200).num_programs == 2
-    assert pick(one_row, H200).num_programs == 2 * pick(one_row, H200).splits == 16
+    assert pick(replace(PROBLEM, num_rows=1, num_columns=256), H200).num_programs == 2
     assert pick(PROBLEM, H200).num_programs == 132
-
-
-@pytest.mark.parametrize("num_rows", [1, 4, 16, 64, 512, 16384])
-@pytest.mark.parametrize("num_groups", [0, 1, 8, 128, MAX_GROUPS])
-@pytest.mark.parametrize("num_inner", [8, 256, 520, 2048, 7168])
-@pytest.mark.parametrize("num_columns", [8, 1536, 7168])
-def test_parts_of_k(num_columns, num_inner, num_groups, num_rows):
-    """Only tiles of 64 rows are split, into parts that are long enough; never to fill SMs that tiles fill alone."""
-    schedule = pick(Problem(num_rows, num_groups, num_inner, num_columns, "bfloat16"), H200)
-    assert schedule.splits in SPLITS
-    assert schedule.splits == 1 or num_inner // schedule.splits >= MIN_SPLIT
-    assert schedule.splits == 1 or schedule.tiles.block_m == 64
-    assert (schedule.splits > 1) == (f"K in {schedule.splits} parts" in str(schedule))
-    assert schedule.splits == 1 or num_groups > 0
-    for hooks in ({"has_gate": True}, {"notifies": True}):
-        problem = Problem(num_rows, num_groups, num_inner, num_columns, "bfloat16", **hooks)
-        assert pick(problem, H200).splits == 1
-
-
-def test_parts_of_k_for_few_rows():
-    """One row fills SMs with short parts; what measured 87 % of the memory's rate stays whole."""
-    few = Problem(1, 128, 2048, 1536, "bfloat16")
-    chosen = {num_rows: pick(replace(few, num_rows=num_rows), H200).splits for num_rows in (1, 4, 16, 64, 128, 4096)}
-    assert chosen == {1: 8, 4: 8, 16: 2, 64: 2, 128: 1, 4096: 1}
-    assert "K in 8 parts, 96 blocks" in str(pick(few, H200))
-    assert pick(few, H200, "mma_sync").splits == 1
 
 
 def test_table_length():

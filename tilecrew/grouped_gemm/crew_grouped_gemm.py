@@ -40,8 +40,6 @@ class Tile:
     row_block       number of its row block
     row, num_rows   first row, and rows up to the end of the group (more than the tile has where other tiles follow)
     column          first column of the accumulator
-    split           which part of K, of a tile whose products are split
-    first_step      step along K that it begins with
     num_steps       steps along K: 0 behind the last offset
     """
 
@@ -50,22 +48,17 @@ class Tile:
     row: gl.tensor
     num_rows: gl.tensor
     column: gl.tensor
-    split: gl.tensor
-    first_step: gl.tensor
     num_steps: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, group, row_block, row, num_rows, column, split, first_step, num_steps):
+    def __init__(self, group, row_block, row, num_rows, column, num_steps):
         self.group, self.row_block, self.row = group, row_block, row
-        self.num_rows, self.column = num_rows, column
-        self.split, self.first_step, self.num_steps = split, first_step, num_steps
+        self.num_rows, self.column, self.num_steps = num_rows, column, num_steps
 
 
 @aggregate
 class TileWalk:
     """The tiles of the grid in order; block b computes the tiles b, b + blocks, b + 2 * blocks, ...
-
-    Where K is split, the splits of a tile count as tiles that follow each other: blocks take them in turn.
 
     begins            [P] int32 in shared memory: first row of each group, of the rows behind the last, and M
     ends              [P] int32 in shared memory: row blocks up to and with each group
@@ -110,22 +103,13 @@ class TileWalk:
         )
 
     @gluon.jit
-    def num_tiles(self, config: gl.constexpr):
-        return self.num_row_blocks * self.num_column_blocks * config.num_splits
+    def num_tiles(self):
+        return self.num_row_blocks * self.num_column_blocks
 
     @gluon.jit
     def tile(self, index, config: gl.constexpr):
         """Tile number `index`. Few row blocks and all their columns come together: their rows and the columns of
         their weights then stay in the L2 cache."""
-        SPLITS: gl.constexpr = config.num_splits
-        split = gl.to_tensor(0)
-        first_step = gl.to_tensor(0)
-        num_steps = self.steps_per_tile
-        if SPLITS > 1:
-            split = index % SPLITS
-            index = index // SPLITS
-            first_step = split * num_steps // SPLITS
-            num_steps = (split + 1) * num_steps // SPLITS - first_step
         tiles_of_band = self.num_column_blocks * config.band
         band = index // tiles_of_band
         first_row_block = band * config.band
@@ -145,9 +129,8 @@ class TileWalk:
         begins = reinterpret(self.begins, gl.int32, [LENGTH, 1], vector_layout())
         row = only_element(begins.index(group)) + (row_block - first_block) * config.block_m
         num_rows = only_element(begins.index(group + 1)) - row
-        num_steps = gl.where(group < self.num_groups, num_steps, 0)
-        column = column_block * config.block_n
-        return Tile(group, row_block, row, num_rows, column, split, first_step, num_steps)
+        num_steps = gl.where(group < self.num_groups, self.steps_per_tile, 0)
+        return Tile(group, row_block, row, num_rows, column_block * config.block_n, num_steps)
 
 
 @aggregate

@@ -84,9 +84,8 @@ class Epilogue:
     when its tile is in global memory.
 
     apply(accumulator, group, rows, columns, tensors, constants)    device function -> [R, C // shrink]. accumulator:
-        [R, C] float32, C = 64 columns at a time, R = 1 where K is split over blocks; group: number of the rows'
-        group; rows [R] and columns [C]: indices into x and into the columns of w, 0 where there is none; both in the
-        accumulator's layout.
+        [R, C] float32, C = 64 columns at a time; group: number of the rows' group; rows [R] and columns [C]: indices
+        into x and into the columns of w, 0 where there is none; both in the accumulator's layout.
     reference(accumulator, groups)    torch twin: [M, N] accumulator, [M] int64 group of each row -> [M, N // shrink].
         Where gradients are wanted it is what is differentiated.
     tensors      what the device function gets, as pointers, and integers

@@ -31,8 +31,7 @@ for nothing. Behind a gate it says so at once, because the next tile may wait fo
 
 A consumer without rows in a group's last tile multiplies nothing and only passes the stages on. Rows of x behind the
 end of a group belong to others and make rows of the accumulator that are not stored. Columns behind K and N arrive as
-zeros: x, w and out have tensor maps with their true sizes, w one of three dimensions. kernel_split_sum says what
-follows where K is split over blocks.
+zeros: x, w and out have tensor maps with their true sizes, w one of three dimensions.
 """
 
 from dataclasses import dataclass
@@ -58,7 +57,6 @@ from tilecrew.device.descriptors import matrix_descriptor, stack_descriptor, wit
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, operand_layout, warp_accumulator_layout
 from tilecrew.device.ring import Ring
-from tilecrew.device.tiles import let_next_kernel_start
 from tilecrew.grouped_gemm.crew_grouped_gemm import (
     STORED,
     GemmTiles,
@@ -76,7 +74,6 @@ from tilecrew.grouped_gemm.crew_grouped_gemm import (
     strip_layout,
     warps_of_roles,
 )
-from tilecrew.grouped_gemm.crew_split import store_partial
 from tilecrew.grouped_gemm.kernel_epilogues import identity, nothing_landed
 from tilecrew.grouped_gemm.kernel_gates import no_gate, no_mover
 from tilecrew.grouped_gemm.schedule import PIECE, TileSizes
@@ -89,7 +86,7 @@ class GemmConfig:
     """What the kernel is compiled for. block_m is consumer_rows * num_consumers; piece_columns are those of a stored
     piece, after the epilogue; table_length as in TileSizes; writes_tail: rows behind the last offset become zeros;
     notifies_late: a tile is handed over behind the products of the next one; mover_slots, mover_columns: slots of the
-    mover, 0 without one, and their elements; num_splits: parts of K."""
+    mover, 0 without one, and their elements."""
 
     table_length: int
     num_consumers: int
@@ -112,11 +109,10 @@ class GemmConfig:
     writes_tail: bool
     mover_slots: int
     mover_columns: int
-    num_splits: int = 1
 
 
 class Pointers(NamedTuple):
-    """output [M, columns] or partial sums [splits, M, N], offs [E], and the tensors of the hooks."""
+    """output [M, columns], offs [E], and the tensors of the hooks."""
 
     output: torch.Tensor
     offs: torch.Tensor
@@ -187,12 +183,10 @@ def launch(
     num_programs: int,
     hooks: Hooks = Hooks(),  # noqa: B008  (immutable)
     writes_tail: bool = True,
-    partials: torch.Tensor | None = None,
 ) -> Launch:
     """The launch for x [M, K], w [E, K, N] with a contiguous K or N, offs [E] int32, out [M, N / shrink].
 
     writes_tail: False leaves rows behind the last offset as they are, which costs nothing where M is a bound.
-    partials: [splits, M, N] float32 that takes the sums of parts of K, as kernel_split_sum asks; out stays as it is.
     """
     transposed = w.stride(2) != 1
     config = GemmConfig(
@@ -217,14 +211,12 @@ def launch(
         writes_tail=writes_tail,
         mover_slots=hooks.mover_slots,
         mover_columns=hooks.mover_columns,
-        num_splits=1 if partials is None else partials.shape[0],
     )
-    output = out if partials is None else partials
     args = (
         matrix_descriptor(with_row_stride(x), sizes.consumer_rows, sizes.block_k),
         stack_descriptor(w, sizes.block_k, sizes.block_n, transposed),
         matrix_descriptor(with_row_stride(out), sizes.consumer_rows, config.piece_columns),
-        Pointers(output, offs, hooks.gate_tensors, hooks.epilogue_tensors, hooks.landed_tensors, hooks.mover_tensors),
+        Pointers(out, offs, hooks.gate_tensors, hooks.epilogue_tensors, hooks.landed_tensors, hooks.mover_tensors),
         w.shape[2],
         hooks.gate,
         hooks.epilogue,
@@ -258,8 +250,6 @@ def grouped_gemm_kernel(
     inputs = Ring.create(config.num_stages, 1, config.num_consumers)
     stored = Ring.create(STORED, config.num_consumers, 1) if config.notifies else inputs
     barrier()  # the table of the walk is written
-    if config.num_splits > 1:
-        let_next_kernel_start()  # the one that sums up: it waits for the sums
     gl.static_assert(config.mover_slots == 0 or config.num_consumers == 2, "a mover needs two consumers")
     gl.static_assert(config.mover_slots == 0 or not config.notifies, "a kernel has a mover or a notify role")
     shared = (tiles, inputs, stored, walk, out_desc, pointers, num_columns)
@@ -320,12 +310,12 @@ def load_role(loads, gate: gl.constexpr, config: gl.constexpr):
     CONSUMERS: gl.constexpr = config.num_consumers
     BYTES: gl.constexpr = config.num_consumers * x_desc.block_type.nbytes + w_desc.block_type.nbytes
     step = 0
-    for index in range(gl.program_id(0), walk.num_tiles(config), gl.num_programs(0)):
+    for index in range(gl.program_id(0), walk.num_tiles(), gl.num_programs(0)):
         tile = walk.tile(index, config)
         if tile.num_steps > 0:  # nobody brings rows behind the last group
             gate(tile.row_block, gl.minimum(tile.num_rows, config.block_m), pointers.gate)
         barrier()  # all lanes have read the walk's tables and passed the gate
-        for k in range(tile.first_step, tile.first_step + tile.num_steps):
+        for k in range(tile.num_steps):
             full = inputs.acquire(step)
             stage = inputs.stage(step)
             mbarrier.expect(full, BYTES)
@@ -349,7 +339,7 @@ def consumer_role(shared, epilogue: gl.constexpr, CONSUMER: gl.constexpr, config
         warpgroup_mma_wait(0, deps=(gl.zeros([64, 8], gl.float32, accumulator_layout(8)),))
     step = 0
     num_stored = 0
-    for index in range(gl.program_id(0), walk.num_tiles(config), gl.num_programs(0)):
+    for index in range(gl.program_id(0), walk.num_tiles(), gl.num_programs(0)):
         tile = walk.tile(index, config)
         if tile.num_rows > CONSUMER * ROWS:
             if config.uses_wgmma:
@@ -359,10 +349,7 @@ def consumer_role(shared, epilogue: gl.constexpr, CONSUMER: gl.constexpr, config
             step += tile.num_steps
             if config.notifies_late:
                 hand_over(stored, num_stored - 1, num_stored > 0)
-            if config.num_splits > 1:
-                store_partial(accumulator, tile, pointers.output, out_desc.shape[0], num_columns, CONSUMER, config)
-            else:
-                store_tile(accumulator, tile, tiles, out_desc, pointers, num_columns, epilogue, CONSUMER, config)
+            store_tile(accumulator, tile, tiles, out_desc, pointers, num_columns, epilogue, CONSUMER, config)
         else:
             for _ in range(tile.num_steps):
                 inputs.wait(step)

@@ -108,12 +108,7 @@ def _crew(
     kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
     hooks = kernel.hooks_of(gate, epilogue)
     with torch.cuda.device(x.device):
-        if schedule.splits > 1:
-            split = importlib.import_module("tilecrew.grouped_gemm.kernel_split_sum")
-            for launch in split.launches(x, w, offs, out, schedule, hooks):
-                launch.run()
-        else:
-            kernel.launch(x, w, offs, out, schedule.tiles, schedule.num_programs, hooks).run()
+        kernel.launch(x, w, offs, out, schedule.tiles, schedule.num_programs, hooks).run()
 
 
 def _portable(

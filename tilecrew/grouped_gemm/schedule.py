@@ -7,13 +7,9 @@ Implementations:
     torch      one torch product a group, where the offsets are on the host
 
 Hopper tiles have 128 rows, or 64 where groups are so small that most of 128 would be padding: there the weights bind,
-not the products. They have 256 columns, or 128 where 256 would leave SMs without a tile; never fewer, which measured
-slower even where they fill the SMs' last turn (docs/notes/grouped-gemm.md). All shared memory goes into stages of the
-ring, after what the epilogue needs.
-
-Where tiles of 64 rows are too few for all SMs, or fill their last turn badly, K is split over blocks (`num_splits`): a
-second kernel adds up what the parts sum to. How many parts follows from a model of time: rates of memory and of an SM,
-and row blocks as random routing would make them, because offsets are not known here.
+not the products. They have 256 columns, or 128 where even these give no SM a second tile; never fewer, which measured
+slower even where they fill the SMs' last turn, and K is not split over blocks, which gained little and only for a row
+or 64 (docs/notes/grouped-gemm.md). All shared memory goes into stages of the ring, after what the epilogue needs.
 
 Tiles of mma_sync are 128 x 128 x 64: a block of compute capability 12.0 has 99 KB of shared memory, three stages of 32
 KB fill it, and results leave registers without a staging tile.
@@ -43,15 +39,6 @@ STAGES = (8, 4, 3, 2)  # counts by which the ring can number its stages
 STORED_TILES = 4  # how far consumers may be ahead of the notify role: it is quick, they hardly ever wait
 BAND = 4  # row blocks that are computed together; up to 8 measured the same
 SMALL_GROUP = 64  # mean rows of a group up to which tiles have 64 rows
-SPLITS = (1, 2, 4, 8, 16)  # parts of K
-MIN_SPLIT = 256  # inner elements of a part
-# Bytes a nanosecond of an H200's memory, measured, and of an SM where few load, inferred from calls with few tiles.
-# Assumed: nanoseconds that the second kernel takes behind the first, and that a turn takes beside its loads.
-MEMORY_RATE = 4270.0
-SM_RATE = 40.0
-SUM_NANOSECONDS = 2000.0
-PART_NANOSECONDS = 200.0
-MIN_GAIN = 0.03  # of the time, for which K is split
 MAX_GROUPS = 1022
 MAX_ROWS = 2**31 - 1024
 SEARCH = 128  # the table of groups is read in pieces of this length
@@ -110,22 +97,18 @@ class TileSizes:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The choice: implementation, tiles and blocks of hopper and mma_sync (None and 0 for others), the reason, and
-    parts of K that blocks take one by one."""
+    """The choice: implementation, tiles and blocks of hopper and mma_sync (None and 0 for others), the reason."""
 
     implementation: str
     tiles: TileSizes | None
     num_programs: int
     reason: str
-    splits: int = 1
 
     def __str__(self) -> str:
         if self.tiles is None:
             return f"{self.implementation}: {self.reason}"
         tiles = self.tiles
         shape = f"tiles {tiles.block_m} x {tiles.block_n} x {tiles.block_k}, {tiles.num_stages} stages"
-        if self.splits > 1:
-            shape += f", K in {self.splits} parts"
         return f"{self.implementation}, {shape}, {self.num_programs} blocks: {self.reason}"
 
 
@@ -168,8 +151,7 @@ def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
     mean_rows = problem.num_rows / max(problem.num_groups, 1)
     may_be_small = not (problem.has_gate or problem.notifies)
     block_m = CONSUMER_ROWS if mean_rows <= SMALL_GROUP and may_be_small else ROW_BLOCK
-    row_blocks = max(_ceil_div(problem.num_rows, block_m), min(problem.num_groups, problem.num_rows) // 2, 1)
-    is_wide = row_blocks * _ceil_div(problem.num_columns, 256) >= num_sms
+    is_wide = _likely_row_blocks(problem, block_m) * _ceil_div(problem.num_columns, 128) > num_sms
     block_n = 256 if is_wide and problem.num_columns > 128 else 128
     for num_stages in STAGES:
         for num_output_buffers in (2, 1):
@@ -189,37 +171,6 @@ def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
             if tiles.shared_memory_bytes <= SHARED_MEMORY:
                 return tiles
     raise AssertionError("two stages fit for every number of groups that supports() lets through")
-
-
-def num_splits(problem: Problem, tiles: TileSizes, num_sms: int) -> int:
-    """Into how many parts the hopper kernel splits K: what the model finds fastest, 1 where the gain is small."""
-    has_hooks = problem.has_gate or problem.notifies or problem.mover_bytes > 0
-    if tiles.block_m != CONSUMER_ROWS or has_hooks or problem.num_groups == 0:
-        return 1
-    fitting = [splits for splits in SPLITS if splits == 1 or problem.num_inner >= splits * MIN_SPLIT]
-    times = {splits: modelled_nanoseconds(problem, tiles, num_sms, splits) for splits in fitting}
-    best = min(times, key=times.__getitem__)
-    return best if times[best] < (1 - MIN_GAIN) * times[1] else 1
-
-
-def modelled_nanoseconds(problem: Problem, tiles: TileSizes, num_sms: int, splits: int) -> float:
-    """What weights and partial sums take, without what every launch takes.
-
-    Blocks take parts of tiles in turn. A turn takes as long as memory needs for all of its parts, or an SM for its own,
-    whichever is longer: the second binds where few SMs have a part.
-    """
-    num_parts = _likely_row_blocks(problem, tiles.block_m) * _ceil_div(problem.num_columns, tiles.block_n) * splits
-    steps = _ceil_div(_ceil_div(problem.num_inner, tiles.block_k), splits)
-    part_bytes = steps * tiles.block_k * tiles.block_n * ELEMENT_BYTES
-
-    def turn(num_busy: int) -> float:
-        return max(num_busy * part_bytes / MEMORY_RATE, part_bytes / SM_RATE) + PART_NANOSECONDS if num_busy else 0.0
-
-    time = num_parts // num_sms * turn(num_sms) + turn(num_parts % num_sms)
-    if splits > 1:
-        partial_bytes = 2 * 4 * splits * problem.num_rows * problem.num_columns  # written and read
-        time += SUM_NANOSECONDS + partial_bytes / MEMORY_RATE
-    return time
 
 
 def mma_sync_tiles(problem: Problem) -> TileSizes:
@@ -265,14 +216,14 @@ def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason:
     is_hopper = implementation == "hopper"
     tiles = hopper_tiles(problem, hardware.num_sms) if is_hopper else mma_sync_tiles(problem)
     most_row_blocks = problem.num_rows // tiles.block_m + min(problem.num_groups + 1, problem.num_rows)
-    splits = num_splits(problem, tiles, hardware.num_sms) if is_hopper else 1
-    most_parts = most_row_blocks * _ceil_div(problem.num_columns, tiles.block_n) * splits
-    return Schedule(implementation, tiles, min(hardware.num_sms, most_parts), reason, splits)
+    most_tiles = most_row_blocks * _ceil_div(problem.num_columns, tiles.block_n)
+    return Schedule(implementation, tiles, min(hardware.num_sms, most_tiles), reason)
 
 
 def _likely_row_blocks(problem: Problem, block_m: int) -> int:
     """Row blocks where every row goes to any group with the same probability."""
-    num_filled = problem.num_groups * (1 - (1 - 1 / problem.num_groups) ** problem.num_rows)
+    num_groups = max(problem.num_groups, 1)
+    num_filled = num_groups * (1 - (1 - 1 / num_groups) ** problem.num_rows)
     return max(round(num_filled), _ceil_div(problem.num_rows, block_m), 1)
 
 
