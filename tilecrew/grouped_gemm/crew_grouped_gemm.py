@@ -202,7 +202,7 @@ def notify_role(stored: Ring, walk, pointers, landed: gl.constexpr, config: gl.c
     """Tells the hook of every tile, when all consumers have handed it over: it is in global memory then, for whoever
     acquires what the hook releases, by ordinary loads, or through TMA after a proxy fence."""
     step = 0
-    for index in range(gl.program_id(0), walk.num_tiles(config), gl.num_programs(0)):
+    for index in range(gl.program_id(0), walk.num_tiles(), gl.num_programs(0)):
         tile = walk.tile(index, config)
         stored.wait(step)
         if tile.num_steps > 0:  # nobody waits for rows behind the last group

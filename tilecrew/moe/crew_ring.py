@@ -28,6 +28,8 @@ from tilecrew.device.compat import (
 )
 from tilecrew.moe.crew_mover import row_of_peer
 
+REGISTERS = gl.constexpr(128)  # of a thread: all that 16 warps can have
+
 
 @gluon.jit
 def move_tiles(
@@ -48,15 +50,40 @@ def move_tiles(
     none; begin_chunk(tensors, first row, is_well, CHUNK) -> is_well; end_chunk(tensors, a row of the chunk,
     CHUNK). SIZES: CHUNK, ROWS, COLUMNS, SLOTS."""
     CHUNK: gl.constexpr = SIZES[0]
-    ROWS: gl.constexpr = SIZES[1]
-    COLUMNS: gl.constexpr = SIZES[2]
-    SLOTS: gl.constexpr = SIZES[3]
+    ELEMENT: gl.constexpr = tensors[0].dtype.element_ty
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    slots = gl.allocate_shared_memory(ELEMENT, [4 * SIZES[3], SIZES[1], SIZES[2]], LAYOUT)
+    work = (tensors, slots, num_chunks, num_columns, is_well)
+    gl.warp_specialize(
+        [
+            (move_own_tiles, (work, load_source, load_target, begin_chunk, end_chunk, CHUNK, 0)),
+            (move_own_tiles, (work, load_source, load_target, begin_chunk, end_chunk, CHUNK, 1)),
+            (move_own_tiles, (work, load_source, load_target, begin_chunk, end_chunk, CHUNK, 2)),
+            (move_own_tiles, (work, load_source, load_target, begin_chunk, end_chunk, CHUNK, 3)),
+        ],
+        [4, 4, 4],
+        [REGISTERS, REGISTERS, REGISTERS],
+    )
+
+
+@gluon.jit
+def move_own_tiles(
+    work,
+    load_source: gl.constexpr,
+    load_target: gl.constexpr,
+    begin_chunk: gl.constexpr,
+    end_chunk: gl.constexpr,
+    CHUNK: gl.constexpr,
+    MOVER: gl.constexpr,
+):
+    """What one of a block's four movers does, in slots of its own."""
+    tensors, slots, num_chunks, num_columns, is_well = work
+    SLOTS: gl.constexpr = slots.shape[0] // 4
+    ROWS: gl.constexpr = slots.shape[1]
+    COLUMNS: gl.constexpr = slots.shape[2]
     source, offsets, target = tensors[0], tensors[1], tensors[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    slots = gl.allocate_shared_memory(
-        source.dtype.element_ty, [SLOTS, ROWS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
-    block, num_blocks = gl.program_id(0), gl.num_programs(0)
+    block, num_blocks = 4 * gl.program_id(0) + MOVER, 4 * gl.num_programs(0)
     tiles_of_group = gl.cdiv(num_columns, COLUMNS)
     num_own = gl.maximum(num_chunks - block + num_blocks - 1, 0) // num_blocks
     num_tiles = num_own * (CHUNK // ROWS) * tiles_of_group
@@ -74,7 +101,7 @@ def move_tiles(
     last_rank, last_source = load_source(tensors, last_row + lane)
     place = load_target(tensors, target_row + lane)
     next_place = load_target(tensors, next_row + lane)
-    source_column, target_column, slot = 0, 0, 0
+    source_column, target_column, slot = 0, 0, MOVER * SLOTS
     for index in range(num_tiles + SLOTS):
         is_stored = index >= SLOTS
         if is_stored:
@@ -104,7 +131,7 @@ def move_tiles(
                 last_rank, last_source = load_source(tensors, last_row + lane)
         # Behind the last tile, groups without copies keep the count.
         commit_copies()
-        slot = gl.where(slot == SLOTS - 1, 0, slot + 1)
+        slot = gl.where(slot == MOVER * SLOTS + SLOTS - 1, MOVER * SLOTS, slot + 1)
         if is_stored:
             target_column += COLUMNS
             if target_column >= num_columns:

@@ -26,7 +26,7 @@ MOVER_SLOTS = 7  # with eight, tables of 256 experts would cost the GEMM a stage
 MOVER_COLUMNS = 1024  # elements of 16 bits: pieces of 2 KB
 MOVER_BYTES = MOVER_SLOTS * MOVER_COLUMNS * 2
 # The ring of a communication block: SLOTS tiles of ROWS rows, which are 32 KB each, and a thread's 16 bytes four times.
-RING = {"ROWS": 16, "COLUMNS": 1024, "SLOTS": 6, "num_warps": 16}
+RING = {"ROWS": 8, "COLUMNS": 1024, "SLOTS": 3, "num_warps": 4, "maxnreg": 128}
 RING_SCRATCH = 1024  # bytes that Triton may need beside it
 CHUNK_BYTES = 512 * 1024  # at most, of rows that are told of together; but a tile's rows at least
 MOST_COMM_BLOCKS = 32
