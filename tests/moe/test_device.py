@@ -36,12 +36,13 @@ def test_compiles(name, version, reports):
         assert re.search(r"st\.global\.v4\.b32", ptx)
         assert not re.search(r"ld\.global\.(cg\.b16|nc)", ptx)
     if name in ("dispatch", "pull"):
-        # 16 warps fill a multiprocessor's shared memory, so there is one block on it.
+        # Four movers, whose 16 warps fill a multiprocessor's registers and shared memory: there is one block on it.
         assert found["resources"]["registers"] <= 128
         assert 232_448 // 2 < found["resources"]["shared_memory_bytes"] <= 232_448
-        assert len(re.findall(ASYNCHRONOUS_COPY, ptx)) == 4  # of a thread in a tile, and as many stores for NaN
+        # Of a thread of each mover in a tile, and as many stores for NaN.
+        assert len(re.findall(ASYNCHRONOUS_COPY, ptx)) == 4 * 8
         assert not re.search(r"cp\.async\.ca|cp\.async\.cg.*, 0x[48],", ptx)
-        assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * 4
+        assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * 4 * 8
     if name == "dispatch":
         fence, release = ptx.rindex("@first fence.proxy.async"), ptx.rindex("gpu.release.add")
         assert ptx.rindex("bar.sync", 0, fence) < fence < release

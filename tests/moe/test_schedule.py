@@ -8,12 +8,14 @@ from tests.grouped_gemm.problems import H200
 from tilecrew._hardware import hardware_of
 from tilecrew.grouped_gemm.schedule import SHARED_MEMORY, Problem, pick
 from tilecrew.moe.schedule import (
+    BLOCK_ALONE_BYTES_PER_SECOND,
     BLOCK_BYTES_PER_SECOND,
     LINK_BYTES_PER_SECOND,
+    MEMORY_BYTES_PER_SECOND,
     MOVER_BYTES,
+    NUM_MOVERS,
     DispatchLoad,
     combine_options,
-    pick_comm_blocks,
     pick_dispatch,
     pulls_results,
     ring_options,
@@ -24,15 +26,33 @@ PROBLEM = Problem(16384, 8, 2048, 2048, "bfloat16", has_gate=True)
 SM_120 = dataclasses.replace(H200, capability=(12, 0), name="RTX")
 
 
+def load_of(num_tokens, top_k, num_experts, hidden_size, intermediate_size, num_ranks=2, is_emulated=False):
+    """Of a rank that has its share of the experts."""
+    groups = num_experts // num_ranks
+    problem = Problem(16384, groups, hidden_size, 2 * intermediate_size, "bfloat16", has_gate=True)
+    num_sms = 132 // num_ranks if is_emulated else 132
+    return DispatchLoad(problem, num_tokens * top_k, 1 if is_emulated else num_ranks, num_sms, num_sms / 132)
+
+
+DEEPSEEK, QWEN_30B, QWEN_NEXT = (8, 256, 7168, 2048), (8, 128, 2048, 768), (10, 512, 2048, 512)
+
+
 def test_choices():
-    assert pick_dispatch(None, PROBLEM, H200, 2048) == "blocks"
-    assert pick_dispatch(None, PROBLEM, H200, 511) == "warps"
-    assert pick_dispatch("blocks", PROBLEM, H200, 1) == "blocks"
-    assert pick_dispatch("warps", PROBLEM, H200, 8192) == "warps"
-    assert pick_dispatch(None, PROBLEM, SM_120, 1) == "blocks"
-    assert pick_dispatch(None, PROBLEM, hardware_of("cpu"), 2048) is None
+    """Near memory by what was measured; between GPUs blocks; for few tokens movers, where they can run."""
+    for num_ranks in (1, 2, 4, 8):
+        for shape, form in ((DEEPSEEK, "blocks"), (QWEN_30B, "warps"), (QWEN_NEXT, "warps")):
+            load = load_of(1024, *shape, num_ranks, is_emulated=True)
+            assert pick_dispatch(None, load, H200, 1024) == form
+            assert pick_dispatch(None, load, H200, 511) == "warps"
+            assert pick_dispatch(None, load, SM_120, 511) == "blocks"
+            if num_ranks > 1:
+                assert pick_dispatch(None, load_of(1024, *shape, num_ranks), H200, 1024) == "blocks"
+    load = load_of(1024, *QWEN_30B)
+    assert pick_dispatch("blocks", load, H200, 1) == "blocks"
+    assert pick_dispatch("warps", load, H200, 8192) == "warps"
+    assert pick_dispatch(None, load, hardware_of("cpu"), 2048) is None
     with pytest.raises(ValueError, match=r"dispatch='warps' cannot run: it needs compute capability 9\.0"):
-        pick_dispatch("warps", PROBLEM, SM_120, 2048)
+        pick_dispatch("warps", load, SM_120, 2048)
 
 
 @pytest.mark.parametrize("num_groups", [1, 8, 256, 1022])
@@ -68,53 +88,63 @@ def test_combine_options():
         assert options["maxnreg"] * 32 * options["num_warps"] <= 65536
 
 
-def load_of(num_tokens, top_k, num_experts, hidden_size, intermediate_size, num_ranks=2):
-    """Of a rank that has its share of the experts."""
-    groups = num_experts // num_ranks
-    problem = Problem(16384, groups, hidden_size, 2 * intermediate_size, "bfloat16", has_gate=True)
-    return DispatchLoad(problem, num_tokens * top_k, num_ranks)
+@pytest.mark.parametrize("num_tokens", [1, 64, 2048, 8192])
+@pytest.mark.parametrize("shape", [DEEPSEEK, QWEN_30B, QWEN_NEXT])
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("is_emulated", [True, False])
+def test_communication_blocks_are_as_few_as_keep_up(num_tokens, shape, num_ranks, is_emulated):
+    load = load_of(num_tokens, *shape, num_ranks, is_emulated)
+    number = load.num_comm_blocks
+    assert 1 <= number <= min(32, load.num_sms - 1)
+
+    def keeps_up(number):
+        rows = load.num_bytes / (number * BLOCK_BYTES_PER_SECOND)
+        return rows <= (1 + 1e-9) * max(load.gemm_seconds, load.link_seconds)
+
+    assert keeps_up(number)
+    assert number == 1 or not keeps_up(number - 1)
 
 
-DEEPSEEK, QWEN = (8, 256, 7168, 2048), (10, 512, 2048, 512)
-
-
-def test_communication_blocks_have_the_least_time():
-    for load in (load_of(2048, *DEEPSEEK), load_of(8192, *DEEPSEEK), load_of(8192, *QWEN), load_of(1, *QWEN)):
-        for num_sms in (132, 66, 2):
-            chosen = pick_comm_blocks(load, num_sms)
-            assert 1 <= chosen <= min(32, num_sms - 1)
-            times = [load.seconds(number, num_sms) for number in range(1, min(32, num_sms - 1) + 1)]
-            assert load.seconds(chosen, num_sms) == min(times)
-    assert pick_comm_blocks(load_of(1, *QWEN), 1) == 1
+def test_communication_blocks_of_few_multiprocessors():
+    assert dataclasses.replace(load_of(1, *QWEN_NEXT), num_sms=1).num_comm_blocks == 1
+    assert dataclasses.replace(load_of(8192, *QWEN_NEXT), num_sms=2).num_comm_blocks == 1
 
 
 def test_more_blocks_where_rows_bind():
     """Qwen3-Next brings more bytes for a FLOP."""
-    few, many = pick_comm_blocks(load_of(8192, *DEEPSEEK), 132), pick_comm_blocks(load_of(8192, *QWEN), 132)
+    few, many = load_of(8192, *DEEPSEEK).num_comm_blocks, load_of(8192, *QWEN_NEXT).num_comm_blocks
     assert 2 <= few < many
 
 
 def test_the_parts_of_the_model():
-    load = load_of(8192, *QWEN)
-    num_bytes = 8192 * 10 * 2048 * 2
-    assert load.seconds(1, 132) == pytest.approx(num_bytes / BLOCK_BYTES_PER_SECOND)
+    load = load_of(8192, *QWEN_NEXT)
+    assert load.num_padded_rows == 8192 * 10 + 256 * 64
+    assert load.num_bytes == load.num_padded_rows * 4096
+    # Four column tiles: 33 row blocks for 132 multiprocessors.
+    assert load.num_first_bytes == 33 * 128 * 4096
+    first = load.num_first_bytes / BLOCK_ALONE_BYTES_PER_SECOND
+    assert load.seconds(1) == pytest.approx(load.num_bytes / BLOCK_BYTES_PER_SECOND + first)
+    assert load.seconds(32) == pytest.approx(load.gemm_seconds * 132 / 100 + first / 32)
     # Behind a link half of the rows take as long as the link needs for them, however many blocks there are.
     far = dataclasses.replace(load, problem=dataclasses.replace(load.problem, num_columns=8))
-    assert far.seconds(32, 132) == pytest.approx(num_bytes / 2 / LINK_BYTES_PER_SECOND)
-    near = dataclasses.replace(far, num_ranks=1)
-    assert near.seconds(32, 132) == pytest.approx(num_bytes / (32 * BLOCK_BYTES_PER_SECOND))
-    # Weights bind where an expert has a row.
-    assert load_of(1, *QWEN).gemm_seconds == pytest.approx(10 * 2048 * 1024 * 2 / 4e12)
+    assert far.link_seconds == pytest.approx(8192 * 10 * 4096 / 2 / LINK_BYTES_PER_SECOND)
+    assert dataclasses.replace(far, num_ranks=1).link_seconds == 0
+    # Weights bind where an expert has a row; half of a GPU has half of its throughput.
+    few = load_of(1, *QWEN_NEXT)
+    elements = 10 * 2048 * 1024 + few.num_padded_rows * (2048 + 512)
+    assert few.gemm_seconds == pytest.approx(2 * elements / MEMORY_BYTES_PER_SECOND)
+    assert dataclasses.replace(few, share=0.5).gemm_seconds == pytest.approx(2 * few.gemm_seconds)
 
 
 def test_ring_options():
-    """Chunks of some 512 KB, whole tiles of them, and as many slots as shared memory has."""
+    """Chunks of some 128 KB, whole tiles of them, and as many slots as shared memory has."""
     small = dataclasses.replace(SM_120, shared_memory_bytes=101_376)
-    for num_columns, chunk in ((8, 128), (2048, 128), (4096, 64), (7168, 32), (2**16, 16)):
+    tiny = dataclasses.replace(SM_120, shared_memory_bytes=49_152)
+    for num_columns, chunk in ((8, 128), (512, 128), (2048, 32), (4096, 16), (7168, 8), (2**16, 8)):
         options = ring_options(num_columns, H200)
         assert options["CHUNK"] == chunk
         assert 128 % options["CHUNK"] == options["CHUNK"] % options["ROWS"] == 0
-        for hardware, slots in ((H200, 6), (small, 3)):
+        for hardware, rows in ((H200, 8), (small, 4), (tiny, 1)):
             options = ring_options(num_columns, hardware)
-            assert options["SLOTS"] == slots
-            assert options["ROWS"] * options["COLUMNS"] * 2 * slots <= hardware.shared_memory_bytes
+            assert (options["ROWS"], options["SLOTS"]) == (rows, 3)
+            assert NUM_MOVERS * 3 * rows * options["COLUMNS"] * 2 <= hardware.shared_memory_bytes

@@ -59,7 +59,7 @@ class Row:
     hottest_expert    routes of the expert that has most, over the mean of all experts
     busiest_rank      routes of the rank that has most, over the mean of all ranks
     dispatch          how rows are moved, None on the CPU, and how many blocks communicate
-    predicted         milliseconds of dispatch_gemm by the model that chooses these blocks, None for other forms
+    predicted         milliseconds of dispatch_gemm by the model of moe.schedule, None for other forms
     milliseconds      of the layer, its parts, and what stands beside it; a wrong result has none
     teraflops         of the whole layers among them
     bounds            milliseconds of the slower of what a fused part joins, by the names of both

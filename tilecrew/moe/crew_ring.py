@@ -2,8 +2,8 @@
 
 Computes     row target(g) <- row source(g) for the rows of the groups 0, 1, ... of a block; what a mask of the source
              leaves out becomes zeros
-Roles        all warps of the block do the same. A warp has rows of its own, and a thread the same 16 bytes of each
-             512 of them: it computes one address a row and steps along the columns.
+Roles        four movers of four warps, which do the same with different chunks. A warp has rows of its own, and a
+             thread the same 16 bytes of each 512 of them: it computes one address a row and steps along the columns.
 Hand-offs    none between threads: each reads from a slot what it has copied there itself. Those of a kernel are its
              `begin` (what to wait for in front of a chunk's copies) and `end` (whom to tell behind its stores).
 Timeline     [tile] wait for the copy of SLOTS tiles before -> slot -> registers -> store -> asynchronous copy of the
@@ -11,12 +11,14 @@ Timeline     [tile] wait for the copy of SLOTS tiles before -> slot -> registers
              rows behind them, the indices of those behind these
 
 A tile is ROWS rows of COLUMNS columns, a group the tiles of the same rows, a chunk CHUNK rows that are waited for and
-told of together. Block b has the chunks b, b + blocks, ..., so that all blocks work on what is needed, or lands, next.
+told of together. Mover m of all movers has the chunks m, m + movers, ..., so that all work on what is needed, or lands,
+next.
 
-What a multiprocessor brings in a second is what it has in flight over the time that a peer's memory is away: with all
-but one of the slots on their way at any time, six of 32 KB are more than twice what registers hold. Nothing waits for
-what it has just loaded: indices are two groups ahead. Copies go past the L1 cache, which nobody keeps coherent with
-other GPUs.
+Why four: the compiler puts barriers in front of a slot and behind it, though no thread reads what another one has
+copied. With all 16 warps behind the same barriers a block moved 32 GB/s, in four groups that do not wait for each other
+45, which is what a multiprocessor can write. Most of the 192 KB is on its way at any time, so that a peer's latency
+does not bind. Nothing waits for what it has just loaded: indices are two groups ahead. Copies go past the L1 cache,
+which nobody keeps coherent with other GPUs.
 """
 
 from tilecrew.device.compat import (
@@ -27,7 +29,9 @@ from tilecrew.device.compat import (
     wait_for_copies,
 )
 from tilecrew.moe.crew_mover import row_of_peer
+from tilecrew.moe.schedule import NUM_MOVERS
 
+MOVERS = gl.constexpr(NUM_MOVERS)
 REGISTERS = gl.constexpr(128)  # of a thread: all that 16 warps can have
 
 
@@ -52,7 +56,7 @@ def move_tiles(
     CHUNK: gl.constexpr = SIZES[0]
     ELEMENT: gl.constexpr = tensors[0].dtype.element_ty
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    slots = gl.allocate_shared_memory(ELEMENT, [4 * SIZES[3], SIZES[1], SIZES[2]], LAYOUT)
+    slots = gl.allocate_shared_memory(ELEMENT, [MOVERS * SIZES[3], SIZES[1], SIZES[2]], LAYOUT)
     work = (tensors, slots, num_chunks, num_columns, is_well)
     gl.warp_specialize(
         [
@@ -76,28 +80,28 @@ def move_own_tiles(
     CHUNK: gl.constexpr,
     MOVER: gl.constexpr,
 ):
-    """What one of a block's four movers does, in slots of its own."""
+    """What one of a block's movers does, in slots of its own."""
     tensors, slots, num_chunks, num_columns, is_well = work
-    SLOTS: gl.constexpr = slots.shape[0] // 4
+    SLOTS: gl.constexpr = slots.shape[0] // MOVERS
     ROWS: gl.constexpr = slots.shape[1]
     COLUMNS: gl.constexpr = slots.shape[2]
     source, offsets, target = tensors[0], tensors[1], tensors[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    block, num_blocks = 4 * gl.program_id(0) + MOVER, 4 * gl.num_programs(0)
+    mover, num_movers = MOVERS * gl.program_id(0) + MOVER, MOVERS * gl.num_programs(0)
     tiles_of_group = gl.cdiv(num_columns, COLUMNS)
-    num_own = gl.maximum(num_chunks - block + num_blocks - 1, 0) // num_blocks
+    num_own = gl.maximum(num_chunks - mover + num_movers - 1, 0) // num_movers
     num_tiles = num_own * (CHUNK // ROWS) * tiles_of_group
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     # The groups whose tiles set out (source) and are stored (target); `next` is the one after, `last` that behind it.
-    source_row, target_row = block * CHUNK, block * CHUNK
+    source_row, target_row = mover * CHUNK, mover * CHUNK
     rank, row = load_source(tensors, source_row + lane)
     is_row = rank >= 0
     first = row_of_peer(source, load_offsets(offsets, rank), row, num_columns)
-    next_row = row_after(source_row, num_blocks, CHUNK, ROWS)
+    next_row = row_after(source_row, num_movers, CHUNK, ROWS)
     next_rank, next_source = load_source(tensors, next_row + lane)
     next_offset = load_offsets(offsets, next_rank)
-    last_row = row_after(next_row, num_blocks, CHUNK, ROWS)
+    last_row = row_after(next_row, num_movers, CHUNK, ROWS)
     last_rank, last_source = load_source(tensors, last_row + lane)
     place = load_target(tensors, target_row + lane)
     next_place = load_target(tensors, next_row + lane)
@@ -127,7 +131,7 @@ def move_own_tiles(
                 first = row_of_peer(source, next_offset, next_source, num_columns)
                 next_rank, next_source = last_rank, last_source
                 next_offset = load_offsets(offsets, last_rank)
-                last_row = row_after(last_row, num_blocks, CHUNK, ROWS)
+                last_row = row_after(last_row, num_movers, CHUNK, ROWS)
                 last_rank, last_source = load_source(tensors, last_row + lane)
         # Behind the last tile, groups without copies keep the count.
         commit_copies()
@@ -138,17 +142,17 @@ def move_own_tiles(
                 target_column = 0
                 if target_row % CHUNK == CHUNK - ROWS:
                     end_chunk(tensors, target_row, CHUNK)
-                target_row = row_after(target_row, num_blocks, CHUNK, ROWS)
+                target_row = row_after(target_row, num_movers, CHUNK, ROWS)
                 place = next_place
-                next_place = load_target(tensors, row_after(target_row, num_blocks, CHUNK, ROWS) + lane)
+                next_place = load_target(tensors, row_after(target_row, num_movers, CHUNK, ROWS) + lane)
     wait_for_copies(0)
 
 
 @gluon.jit
-def row_after(row, num_blocks, CHUNK: gl.constexpr, ROWS: gl.constexpr):
-    """The first row of the block's next group."""
+def row_after(row, num_movers, CHUNK: gl.constexpr, ROWS: gl.constexpr):
+    """The first row of the mover's next group."""
     is_last = row % CHUNK == CHUNK - ROWS
-    return row + ROWS + gl.where(is_last, (num_blocks - 1) * CHUNK, 0)
+    return row + ROWS + gl.where(is_last, (num_movers - 1) * CHUNK, 0)
 
 
 @gluon.jit

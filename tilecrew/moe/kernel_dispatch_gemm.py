@@ -7,15 +7,15 @@ Computes
     tables      all_ids[r], all_weights[r] = ids and route weights of rank r
     values      out[t * K + k] = values of rank r [p],  (r, p) = indices[t * K + k];  0 where it is (-1, -1)
 
-Roles        every block does the same. dispatch: it walks its chunks of CHUNK rows, block b the chunks b, b + blocks,
-             ..., in tiles that go through a ring in its shared memory (crew_ring)
+Roles        every block does the same. dispatch: its movers walk chunks of CHUNK rows, in tiles that go through rings
+             in its shared memory (crew_ring)
 Hand-offs    dispatch   counters[row block of 128] (scope gpu) += rows that have landed, padding too -> CountGate of the
                         GEMM, whose target is therefore always 128. Rows are padded to whole row blocks.
              What is read from other ranks was ordered before it by a barrier of the world, or by a combine's waits.
-Timeline     dispatch   [tile] ring -> stores -> [last tile of a chunk] barrier of the block -> one thread: proxy fence
+Timeline     dispatch   [tile] ring -> stores -> [last tile of a chunk] barrier of the mover -> one thread: proxy fence
                         (TMA will read them), release
 
-A release waits until every store before it can be seen, a microsecond or two: one for a chunk of some 512 KB, and by a
+A release waits until every store before it can be seen, a microsecond or two: one for a chunk of some 128 KB, and by a
 thread for which the others wait with the next tile only; copies set out before go on. Chunks are in the order in which
 the GEMM takes row blocks. Inside an expert the ranks are in ring order, so that ranks do not all read from one. Peers'
 memory is loaded past the L1 cache, which nobody keeps coherent with other GPUs. Where a wait of the world has failed

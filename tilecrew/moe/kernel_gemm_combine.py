@@ -4,16 +4,16 @@ Computes    out[t] = sum over k, in order, of weights[t, k] * y of rank r [p] + 
             in float32, rounded once; (-1, -1) is skipped, whatever its weight is                        (README, 2)
             weights and base may be None: factor one, and nothing to add.
 
-Roles       the GEMM's notify role (notify_sources, the `landed` of an epilogue); pull blocks beside the GEMM: block b
-            walks the chunks b, b + blocks, ... of CHUNK rows of other ranks, in the order in which they land, through
-            a ring in its shared memory (crew_ring); combine blocks behind both: block b walks the groups b,
-            b + blocks, ... of TOKENS tokens
+Roles       the GEMM's notify role (notify_sources, the `landed` of an epilogue); pull blocks beside the GEMM: their
+            movers walk the chunks of CHUNK rows of other ranks, in the order in which they land, through rings in
+            shared memory (crew_ring); combine blocks behind both: block b walks the groups b, b + blocks, ... of
+            TOKENS tokens
 Hand-offs   arrivals[row block of 128] (scope gpu): elects the call that brings a row block's last columns
             slots[row block][r] of every rank (scope sys), written by rank r alone <- the epoch -> pull blocks
             staged[t * K + k] -> combine, a kernel behind the pull blocks
 Timeline    GEMM        [tile] rows are in global memory -> count -> [last of the row block] fence -> release to all
             pull        [chunk] look at the slots of all its rows at once, wait for those that are not there -> barrier
-                        of the block -> [tile] ring -> staged. Copies of the chunk before stay on their way meanwhile.
+                        of the mover -> [tile] ring -> staged. Copies of the chunk before stay on their way meanwhile.
             combine     [group] [columns] all K rows of all its tokens in flight, added in the order of k -> round
                         once, store
 

@@ -3,20 +3,25 @@
 blocks    communication blocks beside the GEMM, whose grid leaves them their multiprocessors
 warps     a mover warp in every block of the GEMM; costs no multiprocessor. Needs the hopper kernel
 
-Operands of wgmma come from shared memory and fill its bandwidth: a mover beside them is slow, and slows them down. On
-two H200 the best number of communication blocks measured faster from 2048 tokens a rank on, by up to 1.45 times
-(docs/notes/grouped-gemm.md). For few tokens the weights bind, shared memory is idle, and what counts is that movers
-need neither multiprocessors nor a kernel on a second stream.
+Operands of wgmma come from shared memory and fill its bandwidth: a mover beside them is slow, and slows them down. A
+communication block moves as much as a multiprocessor can write. Between GPUs blocks measured faster from 2048 tokens a
+rank on. Where all memory is near (one rank, or emulated ones) they do where products are long for the bytes of their
+rows, so that few of them are enough; movers, where rows are needed at more than NEAR_BYTES_PER_SECOND. For few tokens
+the weights bind, shared memory is idle, and what counts is that movers need neither multiprocessors nor a kernel on a
+second stream.
 
-How many blocks is chosen by a model of one forward call at the workspace's capacity with uniform routing, because a
-workspace fixes its kernels when it is made. A block brings BLOCK_BYTES_PER_SECOND, a link LINK_BYTES_PER_SECOND. With n
-blocks of S multiprocessors the GEMM has S - n; its first tiles wait for their rows; and it cannot end before the last
-row has come:
+How many blocks: as few as bring the rows in the time of the products, or in the link's where that is longer. Rows that
+come much earlier than they are needed leave the L2 cache before the products read them, which cost more than the
+multiprocessors did. The load is that of one forward call at the workspace's capacity with uniform routing, because a
+workspace fixes its kernels when it is made. What `bench moe` prints as predicted, for n blocks of S multiprocessors:
 
-    seconds(n) = max(gemm * S / (S - n) + first rows / (n * block), rows / (n * block), rows of peers / link)
+    seconds(n) = max(gemm * S / (S - n), rows / (n * block), rows of peers / link) + first rows / (n * block alone)
+
+Rates are those of an H200, measured with 1 to 8 ranks (docs/notes/grouped-gemm.md).
 """
 
 import dataclasses
+import math
 
 from tilecrew._hardware import Hardware
 from tilecrew.grouped_gemm.schedule import BAND, ELEMENT_BYTES, ROW_BLOCK, Problem, supports
@@ -26,14 +31,19 @@ MOVER_SLOTS = 7  # with eight, tables of 256 experts would cost the GEMM a stage
 MOVER_COLUMNS = 1024  # elements of 16 bits: pieces of 2 KB
 MOVER_BYTES = MOVER_SLOTS * MOVER_COLUMNS * 2
 # The ring of a communication block: SLOTS tiles of ROWS rows, which are 32 KB each, and a thread's 16 bytes four times.
+# The ring of a communication block: four movers of four warps, each with SLOTS tiles of ROWS rows.
+NUM_MOVERS = 4
 RING = {"ROWS": 8, "COLUMNS": 1024, "SLOTS": 3, "num_warps": 4, "maxnreg": 128}
 RING_SCRATCH = 1024  # bytes that Triton may need beside it
-CHUNK_BYTES = 512 * 1024  # at most, of rows that are told of together; but a tile's rows at least
+CHUNK_BYTES = 128 * 1024  # at most, of rows that are told of together; but a tile's rows at least
 MOST_COMM_BLOCKS = 32
-BLOCK_BYTES_PER_SECOND = 70e9  # of rows that one communication block moves
+BLOCK_BYTES_PER_SECOND = 38e9  # of rows that one communication block moves beside products
+BLOCK_ALONE_BYTES_PER_SECOND = 45e9  # and while these wait for their first rows: what a multiprocessor can write
+NEAR_BYTES_PER_SECOND = 200e9  # of rows, of the whole GPU
 LINK_BYTES_PER_SECOND = 417e9  # between two H200, the most that was measured
-FLOPS_PER_SECOND = 650e12  # of the grouped GEMM on all multiprocessors
-WEIGHT_BYTES_PER_SECOND = 4e12
+# Of the grouped GEMM, and of the memory beside it, on all multiprocessors of an H200.
+FLOPS_PER_SECOND = 620e12
+MEMORY_BYTES_PER_SECOND = 3.6e12
 TILE_COLUMNS = 256
 LEAST_BLOCKS_TOKENS = 512
 LEAST_PULLED_TOKENS = 512
@@ -49,64 +59,93 @@ def with_mover(problem: Problem) -> Problem:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchLoad:
-    """What a rank's dispatch and first GEMM have to do. num_rows: without padding; num_ranks: 1 where all memory is
-    near."""
+    """What a rank's dispatch and first GEMM have to do, and with how much of a GPU.
+
+    num_rows      rows that tokens have been sent to, without padding
+    num_ranks     ranks whose memory is behind a link, and this one; 1 where all memory is near
+    num_sms       the rank's multiprocessors
+    share         of the GPU's throughput: less than one for emulated ranks
+    """
 
     problem: Problem
     num_rows: int
     num_ranks: int
+    num_sms: int
+    share: float = 1.0
+
+    @property
+    def num_padded_rows(self) -> int:
+        """An expert with rows has half a row block of padding, in the mean."""
+        return self.num_rows + min(self.problem.num_groups, self.num_rows) * ROW_BLOCK // 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Of rows that are written, padding too."""
+        return self.num_padded_rows * self.problem.num_inner * ELEMENT_BYTES
+
+    @property
+    def num_first_bytes(self) -> int:
+        """Of rows that the first tile of every multiprocessor needs: a band of row blocks, and all their columns."""
+        row_blocks = max(-(-self.num_sms // -(-self.problem.num_columns // TILE_COLUMNS)), BAND)
+        return min(row_blocks * ROW_BLOCK, self.num_padded_rows) * self.problem.num_inner * ELEMENT_BYTES
 
     @property
     def gemm_seconds(self) -> float:
-        """On all multiprocessors, of the larger of products and weights."""
-        weights = self.problem.num_inner * self.problem.num_columns
-        flops = 2 * self.num_rows * weights
-        weight_bytes = min(self.problem.num_groups, self.num_rows) * weights * ELEMENT_BYTES
-        return max(flops / FLOPS_PER_SECOND, weight_bytes / WEIGHT_BYTES_PER_SECOND)
+        """Of the GEMM alone on all of the rank's multiprocessors: products or memory bind."""
+        num_inner, num_columns = self.problem.num_inner, self.problem.num_columns
+        flops = 2 * self.num_padded_rows * num_inner * num_columns
+        elements = min(self.problem.num_groups, self.num_rows) * num_inner * num_columns
+        elements += self.num_padded_rows * (num_inner + num_columns // 2)
+        return max(flops / FLOPS_PER_SECOND, elements * ELEMENT_BYTES / MEMORY_BYTES_PER_SECOND) / self.share
 
     @property
-    def row_bytes(self) -> int:
-        return self.problem.num_inner * ELEMENT_BYTES
+    def bytes_per_second(self) -> float:
+        """At which products need rows, for the whole GPU."""
+        return self.num_bytes / (self.gemm_seconds * self.share)
 
-    def seconds(self, num_comm_blocks: int, num_sms: int) -> float:
+    @property
+    def link_seconds(self) -> float:
+        """Of what comes from peers."""
+        peers = self.num_rows * (self.num_ranks - 1) / self.num_ranks
+        return peers * self.problem.num_inner * ELEMENT_BYTES / LINK_BYTES_PER_SECOND
+
+    @property
+    def num_comm_blocks(self) -> int:
+        """As few as keep up, at least one, and at most MOST_COMM_BLOCKS and all multiprocessors but one."""
+        needed = math.ceil(self.num_bytes / (BLOCK_BYTES_PER_SECOND * max(self.gemm_seconds, self.link_seconds)))
+        return max(1, min(needed, MOST_COMM_BLOCKS, self.num_sms - 1))
+
+    def seconds(self, num_comm_blocks: int) -> float:
         """The model above."""
-        rate = num_comm_blocks * BLOCK_BYTES_PER_SECOND
-        num_bytes = self.num_rows * self.row_bytes
-        # Row blocks are taken BAND at a time, and of these all columns.
-        row_blocks = max(-(-num_sms // -(-self.problem.num_columns // TILE_COLUMNS)), BAND)
-        first_bytes = min(row_blocks * ROW_BLOCK, self.num_rows) * self.row_bytes
-        remote_bytes = num_bytes * (self.num_ranks - 1) / self.num_ranks
-        gemm = self.gemm_seconds * num_sms / (num_sms - num_comm_blocks)
-        return max(gemm + first_bytes / rate, num_bytes / rate, remote_bytes / LINK_BYTES_PER_SECOND)
-
-
-def pick_comm_blocks(load: DispatchLoad, num_sms: int) -> int:
-    """The number of communication blocks with the least predicted time; the least such."""
-    numbers = range(1, max(1, min(MOST_COMM_BLOCKS, num_sms - 1)) + 1)
-    return min(numbers, key=lambda number: load.seconds(number, num_sms)) if num_sms > 1 else 1
+        gemm = self.gemm_seconds * self.num_sms / (self.num_sms - num_comm_blocks)
+        rows = self.num_bytes / (num_comm_blocks * BLOCK_BYTES_PER_SECOND)
+        first = self.num_first_bytes / (num_comm_blocks * BLOCK_ALONE_BYTES_PER_SECOND)
+        return max(gemm, rows, self.link_seconds) + first
 
 
 def ring_options(num_columns: int, hardware: Hardware) -> dict[str, int]:
     """Options of the kernels of communication blocks, for rows of num_columns elements.
 
     CHUNK: rows that are waited for and told of together, a power of two between a tile's rows and a row block. Where
-    blocks have less shared memory there are fewer slots.
+    blocks have less shared memory tiles have fewer rows.
     """
     chunk = ROW_BLOCK
     while chunk > RING["ROWS"] and chunk * num_columns * ELEMENT_BYTES > CHUNK_BYTES:
         chunk //= 2
-    slots = RING["SLOTS"]
+    rows, slots = RING["ROWS"], RING["SLOTS"]
     if hardware.shared_memory_bytes > 0:
-        tile = RING["ROWS"] * RING["COLUMNS"] * ELEMENT_BYTES
-        slots = max(2, min(slots, (hardware.shared_memory_bytes - RING_SCRATCH) // tile))
-    return {**RING, "SLOTS": slots, "CHUNK": chunk}
+        row = NUM_MOVERS * RING["COLUMNS"] * ELEMENT_BYTES
+        num_rows = (hardware.shared_memory_bytes - RING_SCRATCH) // row
+        while rows > 1 and num_rows < slots * rows:
+            rows //= 2
+        slots = max(1, min(slots, num_rows // rows))
+    return {**RING, "ROWS": rows, "SLOTS": slots, "CHUNK": chunk}
 
 
-def pick_dispatch(dispatch: str | None, problem: Problem, hardware: Hardware, capacity: int) -> str | None:
+def pick_dispatch(dispatch: str | None, load: DispatchLoad, hardware: Hardware, capacity: int) -> str | None:
     """The form of dispatch for a GEMM; None on the CPU. Raises ValueError for one that cannot run.
 
-    By itself "blocks", which measured faster; "warps" for fewer than LEAST_BLOCKS_TOKENS tokens a rank, whose rows come
-    in the time of a launch beside weights that bind.
+    By itself as the module's text says.
     """
     if dispatch is not None and dispatch not in DISPATCHES:
         raise ValueError(f"dispatch must be None or one of {', '.join(DISPATCHES)}, got {dispatch!r}")
@@ -114,12 +153,17 @@ def pick_dispatch(dispatch: str | None, problem: Problem, hardware: Hardware, ca
         if dispatch is not None:
             raise ValueError(f"dispatch must be None on the CPU, which has neither, got {dispatch!r}")
         return None
-    limit = supports("hopper", with_mover(problem), hardware)
+    limit = supports("hopper", with_mover(load.problem), hardware)
     if dispatch == "warps" and limit is not None:
         raise ValueError(f"dispatch='warps' cannot run: {limit}")
     if dispatch is not None:
         return dispatch
-    return "blocks" if limit is not None or capacity >= LEAST_BLOCKS_TOKENS else "warps"
+    if limit is not None:
+        return "blocks"
+    if capacity < LEAST_BLOCKS_TOKENS:
+        return "warps"
+    is_near = load.num_ranks == 1
+    return "warps" if is_near and load.bytes_per_second > NEAR_BYTES_PER_SECOND else "blocks"
 
 
 def pulls_results(capacity: int, is_emulated: bool) -> bool:

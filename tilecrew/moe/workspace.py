@@ -9,7 +9,7 @@ from tilecrew._hardware import hardware_of
 from tilecrew._shapes import require_dtype
 from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
 from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
-from tilecrew.moe.schedule import DispatchLoad, pick_comm_blocks, pick_dispatch, pulls_results, ring_options
+from tilecrew.moe.schedule import DispatchLoad, pick_dispatch, pulls_results, ring_options
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
 from tilecrew.parallel.signal import Signals
@@ -57,7 +57,7 @@ class MoEWorkspace:
             that still loads kernels would wait for kernels that wait for it.
         dispatch: "warps" or "blocks", as `schedule` says; None chooses. On the CPU None.
         num_comm_blocks: blocks that pull rows beside a GEMM; at least 1 and less than the rank's multiprocessors.
-            None: as `schedule.pick_comm_blocks` predicts. On the CPU None.
+            None: as `schedule.DispatchLoad` finds enough. On the CPU None.
 
     Raises TypeError or ValueError for sizes that do not fit, and on every rank where ranks differ in them.
     """
@@ -70,15 +70,15 @@ class MoEWorkspace:
         num_experts = len(expert_range(0, sizes.num_experts, world.size))
         problem = Problem(MAX_ROWS, num_experts, sizes.hidden_size, 2 * sizes.intermediate_size, dtype, has_gate=True)
         hardware, is_emulated = hardware_of(world.device), world.stream is not None
-        self.dispatch = pick_dispatch(dispatch, problem, hardware, sizes.capacity)
-        self.ring = ring_options(sizes.hidden_size, hardware)
         num_rows = -(-world.size * sizes.capacity * sizes.top_k * num_experts // sizes.num_experts)
-        load = DispatchLoad(problem, num_rows, 1 if is_emulated else world.size)
+        share = world.num_sms / hardware.num_sms if hardware.device_type == "cuda" else 1.0
+        load = DispatchLoad(problem, num_rows, 1 if is_emulated else world.size, world.num_sms, share)
+        self.dispatch = pick_dispatch(dispatch, load, hardware, sizes.capacity)
+        self.ring = ring_options(sizes.hidden_size, hardware)
         if num_comm_blocks is None and hardware.device_type == "cuda":
-            num_comm_blocks = pick_comm_blocks(load, world.num_sms)
+            num_comm_blocks = load.num_comm_blocks
         self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
-        is_predicted = self.dispatch == "blocks"
-        self.predicted_seconds = load.seconds(self.num_comm_blocks, world.num_sms) if is_predicted else None
+        self.predicted_seconds = load.seconds(self.num_comm_blocks) if self.dispatch == "blocks" else None
         self.world, self.sizes = world, sizes
         self.is_gpu = world.device.type == "cuda"
         world.agree(f"a mixture of experts of {sizes}")
