@@ -63,7 +63,7 @@ def test_swiglu_of_interleaved_weights_is_swiglu():
     x, _, offs = make([10, 7], 0, 16, 32, dtype=torch.float64)
     gate, up = torch.randn(2, 16, 32, dtype=torch.float64), torch.randn(2, 16, 32, dtype=torch.float64)
     wanted = torch.nn.functional.silu(reference.grouped_gemm(x, gate, offs)) * reference.grouped_gemm(x, up, offs)
-    for run in (1, 2, 4, 8, 16, 32):
+    for run in (1, 8, 16, 32):
         hook = SwiGLU(run)
         torch.testing.assert_close(tilecrew.grouped_gemm(x, hook.interleave(gate, up), offs, epilogue=hook), wanted)
 

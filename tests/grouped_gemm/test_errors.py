@@ -136,7 +136,7 @@ def test_gradients_exclude_out_and_gates():
         (lambda: Bias([1.0]), TypeError, "bias must be a torch.Tensor"),
         (lambda: Bias(torch.zeros(3, dtype=torch.int32)), TypeError, "bias must be bfloat16"),
         (lambda: GELU("erf"), ValueError, "approximate must be 'none' or 'tanh', got 'erf'"),
-        (lambda: SwiGLU(3), ValueError, "run must be 1, 2, 4, 8, 16 or 32, got 3"),
+        (lambda: SwiGLU(4), ValueError, "run must be 1, 8, 16 or 32, got 4"),
         (lambda: CountGate(torch.zeros(3)), TypeError, "counters must be int32"),
         (lambda: CountGate(torch.zeros(3, 2, dtype=torch.int32)), ValueError, "counters must be a contiguous vector"),
         (lambda: CountGate(torch.zeros(3, dtype=torch.int32), 0), ValueError, "timeout_seconds must be above 0"),

@@ -125,7 +125,7 @@ def test_a_bad_group_spoils_no_other(implementation):
 
 @pytest.mark.parametrize("lengths", [[300, 0, 65, 1000], [3, 1, 0, 20]])
 def test_epilogues(lengths, implementation):
-    num_columns = 528
+    num_columns = 576
     x, w, offs = make(lengths, 9, 264, num_columns, device="cuda")
     x = torch.where(x.isnan(), 0, x)
     num_rows, weights = x.shape[0], torch.rand(x.shape[0], device="cuda")
@@ -137,6 +137,8 @@ def test_epilogues(lengths, implementation):
         GELU("tanh"),
         SwiGLU(),
         SwiGLU(8),
+        SwiGLU(16),
+        SwiGLU(32),
         RouteWeight(weights),
     ):
         out = tilecrew.grouped_gemm(x, w, offs, epilogue=hook, implementation=implementation)
