@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 import traceback
+import types
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from tests.grouped_gemm.problems import H200
 from tilecrew.device import aot
 from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_grouped_gemm
-from tilecrew.grouped_gemm.hooks import CountGate, SwiGLU
+from tilecrew.grouped_gemm.hooks import SwiGLU
 from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles
 from tilecrew.moe import crew_mover, fused, kernel_dispatch_gemm, kernel_gemm_combine, schedule
 from tilecrew.parallel import World
@@ -50,7 +51,8 @@ def gemm(notifies, has_mover=False, epilogue=None, transposed=False):
     if notifies:
         hooks = kernel_grouped_gemm.hooks_of(None, fused.NotifySources(workspace))
     else:
-        hooks = kernel_grouped_gemm.hooks_of(CountGate(workspace.counters), epilogue)
+        gate = fused.BandGate(workspace, types.SimpleNamespace(offs=offs))
+        hooks = kernel_grouped_gemm.hooks_of(gate, epilogue)
     if has_mover:
         hooks = hooks._replace(
             mover=crew_mover.move_rows,

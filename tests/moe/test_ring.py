@@ -1,6 +1,8 @@
 """Communication blocks in the simulator: every row comes to its place, nothing else is written, and what is told of has
 been stored. The same words stand for asynchronous copies and flags as in test_mover and test_ranks."""
 
+import types
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from tests.moe.test_mover import copy_at_once, load_flag, no_group, nothing_to_w
 from tilecrew.device.compat import gl, gluon
 from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_grouped_gemm
-from tilecrew.moe import crew_ring, kernel_dispatch_gemm, kernel_gemm_combine, schedule
+from tilecrew.moe import crew_ring, fused, kernel_dispatch_gemm, kernel_gemm_combine, schedule
 from tilecrew.moe.routing import build_routing
 from tilecrew.simulator import run
 
@@ -29,6 +31,18 @@ def reached(flag, expected, slot, writer, control, offsets, rank, size, timeout)
     return gl.load(flag) - expected >= 0
 
 
+@gluon.jit
+def load_counter(pointer, SCOPE: gl.constexpr):
+    """By an atomic operation, as the simulator asks of what others write meanwhile."""
+    nothing = (pointer.to(gl.int64) * 0).to(gl.int32)
+    return gl.atomic_add(pointer, nothing, sem="acquire", scope=SCOPE)
+
+
+@gluon.jit
+def no_clock():
+    return 0
+
+
 def forget_hashes(monkeypatch):
     """Triton keeps the hash of a function, by which it finds what it has compiled, from before its globals changed."""
     for module in (crew_ring, kernel_dispatch_gemm, kernel_gemm_combine):
@@ -40,9 +54,11 @@ def forget_hashes(monkeypatch):
 @pytest.fixture(autouse=True)
 def simulated_words(monkeypatch):
     forget_hashes(monkeypatch)
-    for module in (kernel_dispatch_gemm, kernel_gemm_combine):
-        monkeypatch.setattr(module, "load_acquire", load_flag)
-    monkeypatch.setattr(kernel_dispatch_gemm, "fence_proxy_async_once", no_group)
+    monkeypatch.setattr(kernel_dispatch_gemm, "load_acquire", load_counter)
+    monkeypatch.setattr(kernel_gemm_combine, "load_acquire", load_flag)
+    for name in ("fence_proxy_async_once", "fence_proxy_async", "trap"):
+        monkeypatch.setattr(kernel_dispatch_gemm, name, no_group)
+    monkeypatch.setattr(kernel_dispatch_gemm, "nanoseconds", no_clock)
     monkeypatch.setattr(kernel_gemm_combine, "wait_for_rank", reached)
     monkeypatch.setattr(crew_ring, "row_of_peer", row_of_one_tensor)
     monkeypatch.setattr(crew_ring, "async_copy_to_shared", copy_at_once)
@@ -188,20 +204,25 @@ def test_what_has_not_landed_is_not_read():
     assert ((found == wanted) | found.isnan()).all()
 
 
-def beside_a_gemm(case, num_columns):
+def beside_a_gemm(case, num_columns, by_bands=False):
     """The launch of the GEMM that waits for a Dispatch, its weights and output."""
     _, w, _ = make([1, 1], 0, num_columns, 136)
     out = torch.full((len(case.rows), 136), float("nan"), dtype=torch.bfloat16)
-    hooks = kernel_grouped_gemm.hooks_of(SimulatedCountGate(case.counters), None)
+    gate = SimulatedCountGate(case.counters)
+    if by_bands:
+        world = types.SimpleNamespace(timeout_seconds=10.0)
+        gate = fused.BandGate(types.SimpleNamespace(counters=case.counters, world=world), case.routing)
+    hooks = kernel_grouped_gemm.hooks_of(gate, None)
     tiles = sizes_of(WIDE, 2)
     launch = kernel_grouped_gemm.launch(case.rows, w, case.routing.offs, out, tiles, 2, hooks, writes_tail=False)
     return launch, w, out
 
 
 @pytest.mark.slow
-def test_rows_arrive_while_a_gemm_multiplies():
+@pytest.mark.parametrize("by_bands", [False, True])
+def test_rows_arrive_while_a_gemm_multiplies(by_bands):
     case = Dispatch(2, 72, 2, SMALL)
-    gemm, w, out = beside_a_gemm(case, 72)
+    gemm, w, out = beside_a_gemm(case, 72, by_bands)
     programs = [run.compile_program(launch) for launch in (gemm, case.launch)]
     for seed in range(2):
         case.rows.fill_(float("nan"))

@@ -16,6 +16,7 @@ from tilecrew.moe.schedule import (
     NUM_MOVERS,
     DispatchLoad,
     combine_options,
+    num_gemm_blocks,
     pick_dispatch,
     pulls_results,
     ring_options,
@@ -102,7 +103,22 @@ def test_communication_blocks_are_as_few_as_keep_up(num_tokens, shape, num_ranks
         return rows <= (1 + 1e-9) * max(load.gemm_seconds, load.link_seconds)
 
     assert keeps_up(number)
-    assert number == 1 or not keeps_up(number - 1)
+    # None to spare but those that would make the GEMM's grid an odd one.
+    assert number == 1 or not keeps_up(number - 1) or num_gemm_blocks(load.num_sms, number - 1) == load.num_sms - number
+
+
+def test_grids_are_multiples_of_a_band_where_that_costs_little():
+    for num_sms, others, wanted in (
+        (132, 0, 132),
+        (132, 3, 128),
+        (132, 4, 128),
+        (132, 5, 124),
+        (66, 0, 64),
+        (33, 0, 32),
+        (33, 2, 31),
+        (16, 1, 15),
+    ):
+        assert num_gemm_blocks(num_sms, others) == wanted
 
 
 def test_communication_blocks_of_few_multiprocessors():

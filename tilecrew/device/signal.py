@@ -76,11 +76,11 @@ def fence_proxy_async():
 
 @triton.jit
 def fence_proxy_async_once():
-    """The same by the first thread of the block, which is the one that adds: behind a barrier it is enough, and the
-    others go on. For blocks without roles."""
+    """The same by the first thread of a role of four warps, which is the one that adds: behind a barrier it is enough,
+    and the others go on."""
     PTX: tl.constexpr = (
-        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
-        "@first fence.proxy.async; mov.u32 $0, 0; }"
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; and.b32 thread, thread, 127; "
+        "setp.eq.u32 first, thread, 0; @first fence.proxy.async; mov.u32 $0, 0; }"
     )
     tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 

@@ -19,9 +19,25 @@ from tilecrew.grouped_gemm import operators
 from tilecrew.grouped_gemm.hooks import CountGate, Epilogue, Gate, Identity
 from tilecrew.grouped_gemm.schedule import pick
 from tilecrew.moe.routing import ROW_BLOCK, Routing
-from tilecrew.moe.schedule import MOVER_COLUMNS, MOVER_SLOTS, combine_options, with_mover
+from tilecrew.moe.schedule import MOVER_COLUMNS, MOVER_SLOTS, combine_options, num_gemm_blocks, with_mover
 from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
 from tilecrew.parallel import host_signal
+
+
+class BandGate(CountGate):
+    """Waits for all row blocks of a band of the GEMM's tiles. Row blocks are padded: 128 rows count, in each."""
+
+    def __init__(self, workspace: MoEWorkspace, routing: Routing) -> None:
+        super().__init__(workspace.counters, workspace.world.timeout_seconds)
+        self.offs = routing.offs
+
+    @property
+    def wait(self) -> Any:
+        return dispatch_kernels().band_gate
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return (*super().tensors, self.offs, self.offs.shape[0])
 
 
 class NotifySources(Identity):
@@ -60,7 +76,7 @@ def dispatch_gemm(
     """
     if rows.shape[0] == 0:
         return
-    gate = CountGate(workspace.counters, workspace.world.timeout_seconds)
+    gate = BandGate(workspace, routing)
     if not workspace.is_gpu:
         _dispatch_on_cpu(workspace, routing, rows)
         operators.run(rows, w, routing.offs, out, None, gate, epilogue)
@@ -160,7 +176,7 @@ def launch_gemm(
     kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
     world = workspace.world
     schedule = pick(operators.problem_of(rows, w, gate, epilogue), hardware_of(world.device))
-    num_programs = min(schedule.num_programs, world.num_sms - num_comm_blocks)
+    num_programs = min(schedule.num_programs, num_gemm_blocks(world.num_sms, num_comm_blocks))
     hooks = kernel.hooks_of(gate, epilogue)
     kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
 
@@ -195,7 +211,7 @@ def launch_gemm_with_movers(
         mover_slots=MOVER_SLOTS,
         mover_columns=MOVER_COLUMNS,
     )
-    num_programs = min(schedule.num_programs, world.num_sms)
+    num_programs = min(schedule.num_programs, num_gemm_blocks(world.num_sms, 0))
     kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
 
 

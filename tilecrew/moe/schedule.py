@@ -42,9 +42,10 @@ BLOCK_ALONE_BYTES_PER_SECOND = 45e9  # and while these wait for their first rows
 NEAR_BYTES_PER_SECOND = 200e9  # of rows, of the whole GPU
 LINK_BYTES_PER_SECOND = 417e9  # between two H200, the most that was measured
 # Of the grouped GEMM, and of the memory beside it, on all multiprocessors of an H200.
-FLOPS_PER_SECOND = 620e12
+FLOPS_PER_SECOND = 760e12
 MEMORY_BYTES_PER_SECOND = 3.6e12
 TILE_COLUMNS = 256
+MOST_IDLE = 20  # one multiprocessor of so many may be idle for a better number of blocks
 LEAST_BLOCKS_TOKENS = 512
 LEAST_PULLED_TOKENS = 512
 # Of combine blocks a thread has 16 bytes of each route of its tokens in flight, or twice that.
@@ -55,6 +56,17 @@ MOST_COMBINE_COLUMNS, LEAST_COMBINE_COLUMNS = 2048, 512
 def with_mover(problem: Problem) -> Problem:
     """The problem of a grouped GEMM whose blocks have a mover warp."""
     return dataclasses.replace(problem, mover_bytes=MOVER_BYTES)
+
+
+def num_gemm_blocks(num_sms: int, num_comm_blocks: int) -> int:
+    """Blocks of a GEMM beside communication blocks, on as many of the rank's multiprocessors.
+
+    A multiple of BAND where that leaves few of them idle: tiles of a column of a band, which read the same weights, are
+    then always computed by the same blocks, which stay in step.
+    """
+    left = num_sms - num_comm_blocks
+    idle = left % BAND
+    return left - idle if MOST_IDLE * idle <= left else left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +125,12 @@ class DispatchLoad:
     def num_comm_blocks(self) -> int:
         """As few as keep up, at least one, and at most MOST_COMM_BLOCKS and all multiprocessors but one."""
         needed = math.ceil(self.num_bytes / (BLOCK_BYTES_PER_SECOND * max(self.gemm_seconds, self.link_seconds)))
-        return max(1, min(needed, MOST_COMM_BLOCKS, self.num_sms - 1))
+        number = max(1, min(needed, MOST_COMM_BLOCKS, self.num_sms - 1))
+        return self.num_sms - num_gemm_blocks(self.num_sms, number)
 
     def seconds(self, num_comm_blocks: int) -> float:
         """The model above."""
-        gemm = self.gemm_seconds * self.num_sms / (self.num_sms - num_comm_blocks)
+        gemm = self.gemm_seconds * self.num_sms / num_gemm_blocks(self.num_sms, num_comm_blocks)
         rows = self.num_bytes / (num_comm_blocks * BLOCK_BYTES_PER_SECOND)
         first = self.num_first_bytes / (num_comm_blocks * BLOCK_ALONE_BYTES_PER_SECOND)
         return max(gemm, rows, self.link_seconds) + first
