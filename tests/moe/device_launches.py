@@ -31,8 +31,7 @@ SECOND = 10**9
 def combine(weights, base, top_k, capacity=8192, staged=None):
     tensors = (HALF, I64 if staged is None else staged, I32, weights, base, HALF)
     arguments = (tensors, (I32, I32, I32, I64), 0, 2, 128, 64, SECOND)
-    options = schedule.combine_options(capacity, top_k, H200.num_sms, waits=staged is None)
-    options |= {"TOP_K": top_k, "STAGED": staged is not None}
+    options = {**schedule.combine_options(capacity, top_k, H200.num_sms), "TOP_K": top_k, "STAGED": staged is not None}
     return Launch(kernel_gemm_combine.combine_kernel, 1, arguments, options)
 
 

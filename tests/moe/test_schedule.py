@@ -80,14 +80,13 @@ def test_results_are_pulled_where_they_are_far_and_many():
 
 def test_combine_options():
     """Most blocks have a group, a thread 16 or 32 bytes of each route, and no group more than 128 rows."""
-    waiting = [(8192, 8, 132, 16), (1024, 8, 132, 8), (1, 8, 132, 1), (1024, 8, 33, 16), (8192, 10, 132, 8)]
-    others = [(8192, 8, 132, 8), (2048, 8, 132, 8), (1024, 8, 132, 4), (1, 8, 132, 1), (8192, 128, 132, 1)]
-    for waits, cases in ((True, waiting), (False, others)):
-        for num_tokens, top_k, num_sms, tokens in cases:
-            options = combine_options(num_tokens, top_k, num_sms, waits)
-            assert options["TOKENS"] == tokens
-            assert options["TOKENS"] * options["COLUMNS"] // (32 * options["num_warps"]) in (8, 16)
-            assert options["maxnreg"] * 32 * options["num_warps"] * (1 if waits else 2) <= 65536
+    few_routes = [(8192, 8, 132, 16), (1024, 8, 132, 8), (1, 8, 132, 1), (1024, 8, 33, 16)]
+    many_routes = [(8192, 10, 132, 8), (8192, 128, 132, 1)]
+    for num_tokens, top_k, num_blocks, tokens in (*few_routes, *many_routes):
+        options = combine_options(num_tokens, top_k, num_blocks)
+        assert options["TOKENS"] == tokens
+        assert options["TOKENS"] * options["COLUMNS"] // (32 * options["num_warps"]) in (8, 16)
+        assert options["maxnreg"] * 32 * options["num_warps"] <= 65536
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 2048, 8192])

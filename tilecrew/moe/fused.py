@@ -238,18 +238,17 @@ def launch_combine(
     base: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Blocks that sum, and wait for row blocks of all ranks where these are not here: then no more than the rank has
-    multiprocessors, because GEMMs of other emulated ranks need theirs while these wait for them."""
+    """Blocks that wait for row blocks of all ranks and sum: no more than the rank has multiprocessors, because GEMMs of
+    other emulated ranks need theirs while these wait for them."""
     kernels = importlib.import_module("tilecrew.moe.kernel_gemm_combine")
     world, results = workspace.world, workspace.results
     # By the capacity: a kernel for each number of tokens would have to be loaded while others wait.
     # Behind the pull, and on a rank alone, every row is here.
     is_here = workspace.staged is not None or world.size == 1
     here = results.local if workspace.staged is None else workspace.staged
-    options = combine_options(workspace.sizes.capacity, workspace.sizes.top_k, world.num_sms, waits=not is_here)
+    options = combine_options(workspace.sizes.capacity, workspace.sizes.top_k, world.num_sms)
     num_groups = -(-out.shape[0] // options["TOKENS"])
-    num_programs = min(num_groups, (2 if is_here else 1) * world.num_sms)
-    kernels.combine_kernel[(max(1, num_programs),)](
+    kernels.combine_kernel[(max(1, min(num_groups, world.num_sms)),)](
         (results.local, here if is_here else results.offsets, routing.combine_indices, weights, base, out),
         (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets),
         world.rank,

@@ -37,7 +37,7 @@ RING = {"ROWS": 8, "COLUMNS": 1024, "SLOTS": 3, "num_warps": 4, "maxnreg": 128}
 RING_SCRATCH = 1024  # bytes that Triton may need beside it
 CHUNK_BYTES = 128 * 1024  # at most, of rows that are told of together; but a tile's rows at least
 MOST_COMM_BLOCKS = 32
-BLOCK_BYTES_PER_SECOND = 42e9  # of rows that one communication block moves beside products
+BLOCK_BYTES_PER_SECOND = 38e9  # of rows that one communication block moves beside products
 BLOCK_ALONE_BYTES_PER_SECOND = 45e9  # and while these wait for their first rows: what a multiprocessor can write
 NEAR_BYTES_PER_SECOND = 200e9  # of rows, of the whole GPU
 LINK_BYTES_PER_SECOND = 417e9  # between two H200, the most that was measured
@@ -49,7 +49,7 @@ MOST_IDLE = 20  # one multiprocessor of so many may be idle for a better number 
 LEAST_BLOCKS_TOKENS = 512
 LEAST_PULLED_TOKENS = 512
 # Of combine blocks a thread has 16 bytes of each route of its tokens in flight, or twice that.
-MOST_COMBINE_ROWS = 128
+MOST_COMBINE_TOKENS, MOST_COMBINE_ROWS = 16, 128
 MOST_COMBINE_COLUMNS, LEAST_COMBINE_COLUMNS = 2048, 512
 
 
@@ -187,16 +187,11 @@ def pulls_results(capacity: int, is_emulated: bool) -> bool:
     return capacity >= LEAST_PULLED_TOKENS and not is_emulated
 
 
-def combine_options(num_tokens: int, top_k: int, num_sms: int, waits: bool) -> dict[str, int]:
-    """Options of combine_kernel: groups of as many tokens as leave most blocks a group, and a thread its registers.
-
-    waits: it waits for other ranks, and has a block of 16 warps on each multiprocessor; else two of 8, of which one
-    loads while the other one adds up.
-    """
-    num_blocks, most_warps = (num_sms, 16) if waits else (2 * num_sms, 8)
-    tokens = most_warps
+def combine_options(num_tokens: int, top_k: int, num_blocks: int) -> dict[str, int]:
+    """Options of combine_kernel: groups of as many tokens as leave most blocks a group, and a thread its registers."""
+    tokens = MOST_COMBINE_TOKENS
     while tokens > 1 and (tokens * top_k > MOST_COMBINE_ROWS or 2 * num_tokens <= tokens * num_blocks):
         tokens //= 2
-    columns = min(max(256 * most_warps // tokens, LEAST_COMBINE_COLUMNS), MOST_COMBINE_COLUMNS)
+    columns = min(max(4096 // tokens, LEAST_COMBINE_COLUMNS), MOST_COMBINE_COLUMNS)
     # maxnreg: all that 16 warps can have.
-    return {"TOKENS": tokens, "COLUMNS": columns, "num_warps": min(tokens * columns // 256, most_warps), "maxnreg": 128}
+    return {"TOKENS": tokens, "COLUMNS": columns, "num_warps": min(tokens * columns // 256, 16), "maxnreg": 128}
