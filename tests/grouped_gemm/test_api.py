@@ -7,6 +7,7 @@ import tilecrew
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
 from tilecrew.grouped_gemm import (
     GELU,
+    BandGate,
     Bias,
     CountGate,
     Identity,
@@ -90,6 +91,16 @@ def test_gates():
     counters[1] = 1
     with pytest.raises(RuntimeError, match="row block 1 has 1 of 2 rows"):
         tilecrew.grouped_gemm(x, w, offs, gate=CountGate(counters))
+
+
+def test_a_gate_of_bands():
+    x, w, offs = make([256, 0, 130], 0, 16, 8)
+    counters = torch.tensor([128, 128, 128, 2], dtype=torch.int32)
+    plain = tilecrew.grouped_gemm(x, w, offs)
+    assert torch.equal(tilecrew.grouped_gemm(x, w, offs, gate=BandGate(counters, offs)), plain)
+    counters[3] = 1
+    with pytest.raises(RuntimeError, match="row block 3 has 1 of 2 rows"):
+        tilecrew.grouped_gemm(x, w, offs, gate=BandGate(counters, offs))
 
 
 def test_notifications_open_the_gate_of_the_next_product():

@@ -5,7 +5,18 @@ import torch
 
 import tilecrew
 from tests.grouped_gemm.problems import make
-from tilecrew.grouped_gemm import GELU, Bias, CountGate, Epilogue, Gate, NotifyRowBlock, RouteWeight, SiLU, SwiGLU
+from tilecrew.grouped_gemm import (
+    GELU,
+    BandGate,
+    Bias,
+    CountGate,
+    Epilogue,
+    Gate,
+    NotifyRowBlock,
+    RouteWeight,
+    SiLU,
+    SwiGLU,
+)
 
 
 def call(**changes):
@@ -138,6 +149,7 @@ def test_gradients_exclude_out_and_gates():
         (lambda: GELU("erf"), ValueError, "approximate must be 'none' or 'tanh', got 'erf'"),
         (lambda: SwiGLU(4), ValueError, "run must be 1, 8, 16 or 32, got 4"),
         (lambda: CountGate(torch.zeros(3)), TypeError, "counters must be int32"),
+        (lambda: BandGate(torch.zeros(3, dtype=torch.int32), torch.zeros(1)), TypeError, "offs must be int32"),
         (lambda: CountGate(torch.zeros(3, 2, dtype=torch.int32)), ValueError, "counters must be a contiguous vector"),
         (lambda: CountGate(torch.zeros(3, dtype=torch.int32), 0), ValueError, "timeout_seconds must be above 0"),
         (lambda: NotifyRowBlock([1]), TypeError, "rows must be a torch.Tensor"),

@@ -8,6 +8,7 @@ import tilecrew
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
 from tilecrew.grouped_gemm import (
     GELU,
+    BandGate,
     Bias,
     CountGate,
     NoGate,
@@ -143,6 +144,30 @@ def test_epilogues(lengths, implementation):
     ):
         out = tilecrew.grouped_gemm(x, w, offs, epilogue=hook, implementation=implementation)
         assert_close(out, expected(x, w, offs, hook), offs, bound=6e-3)
+
+
+def test_bands_wait_for_another_stream(with_roles):
+    """Rows come last block first, so that a band's first tiles start with its last; the last block is partial."""
+    implementation = with_roles
+    x, w, offs = make([256, 0, 640, 300], 0, 264, 512, device="cuda")
+    plain = tilecrew.grouped_gemm(x, w, offs, implementation=implementation)
+    rows, x = x, torch.full_like(x, float("nan"))
+    expected_rows = [min(128, 1196 - 128 * block) for block in range(10)]
+    targets = torch.tensor(expected_rows, dtype=torch.int32, device="cuda")
+    counters = torch.zeros_like(targets)
+    other = torch.cuda.Stream()
+    tilecrew.grouped_gemm(rows, w, offs, gate=BandGate(targets, offs), implementation=implementation)
+    with torch.cuda.stream(other):
+        x[:128].copy_(x[:128].clone())
+        counters[:1].copy_(counters[:1].clone())
+    torch.cuda.synchronize()
+    out = tilecrew.grouped_gemm(x, w, offs, gate=BandGate(counters, offs), implementation=implementation)
+    with torch.cuda.stream(other):
+        for block in reversed(range(10)):
+            x[128 * block : 128 * (block + 1)].copy_(rows[128 * block : 128 * (block + 1)])
+            counters[block : block + 1].copy_(targets[block : block + 1])
+    torch.cuda.synchronize()
+    assert torch.equal(out, plain)
 
 
 def test_gates_wait_for_another_stream(with_roles):

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import sys
 import traceback
-import types
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from tests.grouped_gemm.problems import H200
 from tilecrew.device import aot
 from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_grouped_gemm
-from tilecrew.grouped_gemm.hooks import SwiGLU
+from tilecrew.grouped_gemm.hooks import BandGate, SwiGLU
 from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles
 from tilecrew.moe import crew_mover, fused, kernel_dispatch_gemm, kernel_gemm_combine, schedule
 from tilecrew.parallel import World
@@ -51,7 +50,7 @@ def gemm(notifies, has_mover=False, epilogue=None, transposed=False):
     if notifies:
         hooks = kernel_grouped_gemm.hooks_of(None, fused.NotifySources(workspace))
     else:
-        gate = fused.BandGate(workspace, types.SimpleNamespace(offs=offs))
+        gate = BandGate(workspace.counters, offs)
         hooks = kernel_grouped_gemm.hooks_of(gate, epilogue)
     if has_mover:
         hooks = hooks._replace(

@@ -1,8 +1,6 @@
 """Communication blocks in the simulator: every row comes to its place, nothing else is written, and what is told of has
 been stored. The same words stand for asynchronous copies and flags as in test_mover and test_ranks."""
 
-import types
-
 import pytest
 import torch
 
@@ -16,8 +14,9 @@ from tests.moe.problems import random_ids
 from tests.moe.test_mover import copy_at_once, load_flag, no_group, nothing_to_wait_for, row_of_one_tensor
 from tilecrew.device.compat import gl, gluon
 from tilecrew.device.launch import Launch
-from tilecrew.grouped_gemm import kernel_grouped_gemm
-from tilecrew.moe import crew_ring, fused, kernel_dispatch_gemm, kernel_gemm_combine, schedule
+from tilecrew.grouped_gemm import kernel_gates, kernel_grouped_gemm
+from tilecrew.grouped_gemm.hooks import BandGate
+from tilecrew.moe import crew_ring, kernel_dispatch_gemm, kernel_gemm_combine, schedule
 from tilecrew.moe.routing import build_routing
 from tilecrew.simulator import run
 
@@ -45,7 +44,7 @@ def no_clock():
 
 def forget_hashes(monkeypatch):
     """Triton keeps the hash of a function, by which it finds what it has compiled, from before its globals changed."""
-    for module in (crew_ring, kernel_dispatch_gemm, kernel_gemm_combine):
+    for module in (crew_ring, kernel_dispatch_gemm, kernel_gates, kernel_gemm_combine):
         for value in vars(module).values():
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(value, "hash", None)
@@ -54,11 +53,13 @@ def forget_hashes(monkeypatch):
 @pytest.fixture(autouse=True)
 def simulated_words(monkeypatch):
     forget_hashes(monkeypatch)
-    monkeypatch.setattr(kernel_dispatch_gemm, "load_acquire", load_counter)
-    monkeypatch.setattr(kernel_gemm_combine, "load_acquire", load_flag)
-    for name in ("fence_proxy_async_once", "fence_proxy_async", "trap"):
-        monkeypatch.setattr(kernel_dispatch_gemm, name, no_group)
-    monkeypatch.setattr(kernel_dispatch_gemm, "nanoseconds", no_clock)
+    for module in (kernel_dispatch_gemm, kernel_gemm_combine):
+        monkeypatch.setattr(module, "load_acquire", load_flag)
+    monkeypatch.setattr(kernel_dispatch_gemm, "fence_proxy_async_once", no_group)
+    for name in ("fence_proxy_async", "trap"):
+        monkeypatch.setattr(kernel_gates, name, no_group)
+    monkeypatch.setattr(kernel_gates, "load_acquire", load_counter)
+    monkeypatch.setattr(kernel_gates, "nanoseconds", no_clock)
     monkeypatch.setattr(kernel_gemm_combine, "wait_for_rank", reached)
     monkeypatch.setattr(crew_ring, "row_of_peer", row_of_one_tensor)
     monkeypatch.setattr(crew_ring, "async_copy_to_shared", copy_at_once)
@@ -210,8 +211,7 @@ def beside_a_gemm(case, num_columns, by_bands=False):
     out = torch.full((len(case.rows), 136), float("nan"), dtype=torch.bfloat16)
     gate = SimulatedCountGate(case.counters)
     if by_bands:
-        world = types.SimpleNamespace(timeout_seconds=10.0)
-        gate = fused.BandGate(types.SimpleNamespace(counters=case.counters, world=world), case.routing)
+        gate = BandGate(case.counters, case.routing.offs)
     hooks = kernel_grouped_gemm.hooks_of(gate, None)
     tiles = sizes_of(WIDE, 2)
     launch = kernel_grouped_gemm.launch(case.rows, w, case.routing.offs, out, tiles, 2, hooks, writes_tail=False)

@@ -5,6 +5,7 @@ import SwiGLU`.
 """
 
 from tilecrew.grouped_gemm.hooks import GELU as GELU
+from tilecrew.grouped_gemm.hooks import BandGate as BandGate
 from tilecrew.grouped_gemm.hooks import Bias as Bias
 from tilecrew.grouped_gemm.hooks import CountGate as CountGate
 from tilecrew.grouped_gemm.hooks import Epilogue as Epilogue

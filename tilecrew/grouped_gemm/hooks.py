@@ -79,6 +79,34 @@ class CountGate(Gate):
                 raise RuntimeError(f"row block {block} has {count} of {expected} rows, and nothing can bring more")
 
 
+class BandGate(CountGate):
+    """Waits for all row blocks of a band of tiles (`schedule.BAND` row blocks, and all their columns).
+
+    The tiles of a band are computed side by side, and those of a column read the same weights. Where each starts as
+    soon as its own row block is there, they stay as far apart as these have come, and read one after the other weights
+    that have left the L2 cache meanwhile.
+
+    counters, timeout_seconds: as of CountGate. What brings rows of a band must not wait for tiles of this launch.
+    offs: as of the call; lengths of all groups but the last must be multiples of 128, on which row blocks of other
+    groups would be counted wrongly, and waited for in vain.
+    """
+
+    def __init__(self, counters: torch.Tensor, offs: torch.Tensor, timeout_seconds: float = 10.0) -> None:
+        super().__init__(counters, timeout_seconds)
+        _counters("offs", offs)
+        self.offs = offs
+
+    @property
+    def wait(self) -> Any:
+        from tilecrew.grouped_gemm.kernel_gates import band_gate
+
+        return band_gate
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return (*super().tensors, self.offs, self.offs.shape[0])
+
+
 class Epilogue:
     """Base of epilogues: functions of the float32 accumulator, before it is rounded to the dtype of x, and what follows
     when its tile is in global memory.

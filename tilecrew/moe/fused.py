@@ -16,28 +16,12 @@ import torch
 
 from tilecrew._hardware import hardware_of
 from tilecrew.grouped_gemm import operators
-from tilecrew.grouped_gemm.hooks import CountGate, Epilogue, Gate, Identity
+from tilecrew.grouped_gemm.hooks import BandGate, Epilogue, Gate, Identity
 from tilecrew.grouped_gemm.schedule import pick
 from tilecrew.moe.routing import ROW_BLOCK, Routing
 from tilecrew.moe.schedule import MOVER_COLUMNS, MOVER_SLOTS, combine_options, num_gemm_blocks, with_mover
 from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
 from tilecrew.parallel import host_signal
-
-
-class BandGate(CountGate):
-    """Waits for all row blocks of a band of the GEMM's tiles. Row blocks are padded: 128 rows count, in each."""
-
-    def __init__(self, workspace: MoEWorkspace, routing: Routing) -> None:
-        super().__init__(workspace.counters, workspace.world.timeout_seconds)
-        self.offs = routing.offs
-
-    @property
-    def wait(self) -> Any:
-        return dispatch_kernels().band_gate
-
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        return (*super().tensors, self.offs, self.offs.shape[0])
 
 
 class NotifySources(Identity):
@@ -76,7 +60,7 @@ def dispatch_gemm(
     """
     if rows.shape[0] == 0:
         return
-    gate = BandGate(workspace, routing)
+    gate = BandGate(workspace.counters, routing.offs, workspace.world.timeout_seconds)
     if not workspace.is_gpu:
         _dispatch_on_cpu(workspace, routing, rows)
         operators.run(rows, w, routing.offs, out, None, gate, epilogue)

@@ -9,7 +9,7 @@ Computes
 
 Roles        every block does the same. dispatch: its movers walk chunks of CHUNK rows, in tiles that go through rings
              in its shared memory (crew_ring)
-Hand-offs    dispatch   counters[row block of 128] (scope gpu) += rows that have landed, padding too -> band_gate of the
+Hand-offs    dispatch   counters[row block of 128] (scope gpu) += rows that have landed, padding too -> BandGate of the
                         GEMM, whose target is therefore always 128. Rows are padded to whole row blocks.
              What is read from other ranks was ordered before it by a barrier of the world, or by a combine's waits.
 Timeline     dispatch   [tile] ring -> stores -> [last tile of a chunk] barrier of the mover -> one thread: proxy fence
@@ -27,19 +27,10 @@ import triton
 import triton.language as tl
 
 from tilecrew.device.compat import barrier, gl, gluon
-from tilecrew.device.signal import (
-    add_release,
-    fence_proxy_async,
-    fence_proxy_async_once,
-    load_acquire,
-    nanoseconds,
-    trap,
-)
-from tilecrew.grouped_gemm.schedule import BAND
+from tilecrew.device.signal import add_release, fence_proxy_async_once, load_acquire
 from tilecrew.moe.crew_ring import move_tiles
 
 ROW_BLOCK = tl.constexpr(128)
-BAND_BLOCKS = tl.constexpr(BAND)
 
 
 @gluon.jit(do_not_specialize=["num_experts"])
@@ -92,29 +83,6 @@ def count_rows(tensors, row, CHUNK: gl.constexpr):
     barrier()
     fence_proxy_async_once()
     add_release(tensors[5] + row // ROW_BLOCK, CHUNK, "gpu")
-
-
-@gluon.jit
-def band_gate(row_block, num_rows, tensors):
-    """Waits for all row blocks of the tile's band. tensors: counters, the longest wait in nanoseconds, offs, their
-    number.
-
-    The tiles of a band are computed side by side, and those of a column read the same weights. Where each started as
-    soon as its own row block were there, they would stay as far apart as these came, and read weights one after the
-    other that have left the L2 cache meanwhile.
-    """
-    counters, timeout, offs, num_groups = tensors
-    last = gl.load(offs + num_groups - 1) // ROW_BLOCK - 1
-    block = gl.arange(0, BAND_BLOCKS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    counter = counters + gl.minimum(row_block // BAND_BLOCKS * BAND_BLOCKS + block, last)
-    count = gl.min(load_acquire(counter, "gpu"), 0)
-    start = nanoseconds()
-    while count < ROW_BLOCK:
-        if nanoseconds() - start > timeout:
-            trap()
-        count = gl.min(load_acquire(counter, "gpu"), 0)
-    # The rows came by ordinary stores of others; TMA reads them through the asynchronous proxy.
-    fence_proxy_async()
 
 
 @triton.jit(do_not_specialize=["num_routes", "length", "num_experts", "num_counters"])

@@ -5,7 +5,7 @@ import importlib
 import torch
 
 from tilecrew._hardware import hardware_of
-from tilecrew.grouped_gemm.hooks import CountGate
+from tilecrew.grouped_gemm.hooks import BandGate
 from tilecrew.grouped_gemm.schedule import Problem, pick
 from tilecrew.parallel import fusion
 from tilecrew.parallel.signal import Signals
@@ -125,7 +125,8 @@ class AllGatherGemm:
 
     def _multiply(self, out: torch.Tensor) -> None:
         kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
-        hooks = kernel.hooks_of(CountGate(self._counters, self.world.timeout_seconds), None)
+        gate = BandGate(self._counters, self._offs, self.world.timeout_seconds)
+        hooks = kernel.hooks_of(gate, None)
         tiles = self._schedule.tiles
         num_programs = min(self._schedule.num_programs, self.world.num_sms - self.num_comm_blocks)
         kernel.launch(self._gathered, self.w[None], self._offs, out, tiles, num_programs, hooks).run()
