@@ -44,6 +44,11 @@ def test_compiles(name, version, reports):
         assert not re.search(r"cp\.async\.ca|cp\.async\.cg.*, 0x[48],", ptx)
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * 4 * 8
     if name == "dispatch":
+        # Each mover's first thread, which is the one that adds, and not the block's.
+        fences = re.findall(
+            r"and\.b32 thread, thread, 127;\s+setp\.eq\.u32 first, thread, 0;\s+@first fence\.proxy", ptx
+        )
+        assert len(fences) == 4
         fence, release = ptx.rindex("@first fence.proxy.async"), ptx.rindex("gpu.release.add")
         assert ptx.rindex("bar.sync", 0, fence) < fence < release
         if version == INSTALLED:  # Triton 3.9 has a barrier of its own there
