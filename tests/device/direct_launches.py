@@ -15,6 +15,7 @@ from triton import knobs
 from tests.device.fake_driver import FakeDriver
 from tests.grouped_gemm.problems import make
 from tilecrew._hardware import Hardware
+from tilecrew._launches import LaunchMemory
 from tilecrew._plans import Recording
 from tilecrew.device import launch
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_portable, kernel_recurrent
@@ -23,6 +24,8 @@ from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.gated_delta_rule.schedule import pick
 from tilecrew.grouped_gemm import Bias, CountGate, NotifyRowBlock, kernel_grouped_gemm
 from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles, mma_sync_tiles
+from tilecrew.moe import kernel_dispatch_gemm
+from tilecrew.moe.schedule import ring_options
 from tilecrew.testing import random_arguments
 
 HOPPER = Hardware("cuda", "cuda", (9, 0), 132, 232448, "NVIDIA H200")
@@ -83,18 +86,33 @@ def grouped_call(name: str, seed: int):
         tensors += [counters, rows, arrivals, bias]
     tiles = choose_tiles(Problem(16384, 3, 128, 512, "bfloat16", has_hooks, has_hooks), 132)
 
-    def call():
-        out = x.new_empty(x.shape[0], 512)
+    def make_launch(out):
         hooks = kernel_grouped_gemm.hooks_of(gate, epilogue)
-        kernel_grouped_gemm.launch(x, w, offs, out, tiles, 4, hooks).run()
-        return (out,)
+        return kernel_grouped_gemm.launch(x, w, offs, out, tiles, 4, hooks)
 
-    return tensors, call
+    return tensors, make_launch
+
+
+def dispatch_launch(seed: int):
+    """Rows of peers, of one shape and at other addresses for every seed."""
+    halves = [torch.full((256, 64), float(seed), dtype=BF16) for _ in range(2)]
+    x, rows, offsets = *halves, torch.zeros(2, dtype=torch.int64)
+    indices, offs, counters, control = (torch.zeros(512, dtype=torch.int32) for _ in range(4))
+    tensors = (x, offsets, rows, indices, offs, counters, control)
+    options = ring_options(64, HOPPER)
+    return list(tensors), lambda: launch.Launch(kernel_dispatch_gemm.dispatch_kernel, 3, (tensors, 8, 64), options)
 
 
 def make_call(name: str, seed: int):
     if name in GROUPED:
-        return grouped_call(name, seed)
+        tensors, make_launch = grouped_call(name, seed)
+
+        def call():
+            out = tensors[0].new_empty(tensors[0].shape[0], 512)
+            make_launch(out).run()
+            return (out,)
+
+        return tensors, call
     return recurrent_call(name, seed) if name == "recurrent" else chunk_call(name, seed)
 
 
@@ -138,6 +156,45 @@ def differences(name: str, driver: FakeDriver) -> list[str]:
         return [f"too little was logged to compare: {expected}"]
     found = [f"{x} / {y}" for x, y in zip(expected, actual, strict=False) if x != y]
     return found + ([f"{len(expected)} / {len(actual)} entries"] if len(expected) != len(actual) else [])
+
+
+def remembered_launch(name: str, seed: int):
+    """The tensors of a launch, and what makes it."""
+    if name == "dispatch":
+        return dispatch_launch(seed)
+    tensors, make_launch = grouped_call(name, seed)
+    out = tensors[0].new_empty(tensors[0].shape[0], 512)
+    return [*tensors, out], lambda: make_launch(out)
+
+
+def differences_of_remembered(name: str, driver: FakeDriver) -> list[str]:
+    """Between what Triton launches and what a LaunchMemory that knows another launch of the key launches in its place.
+    Then one of its tensors is not aligned, and one has another dtype: both are other launches."""
+    memory, made = LaunchMemory(), []
+    tensors, make = remembered_launch(name, 0)
+    driver.describe(make().run())
+    memory.run(name, tensors, make)
+    tensors, make = remembered_launch(name, 1)
+    driver.take_log()
+    make().run()
+    names = names_of_addresses(tensors)
+    expected = readable(driver.take_log(), names)
+
+    def noted():
+        made.append(name)
+        return make()
+
+    memory.run(name, tensors, noted)
+    actual = readable(driver.take_log(), names)
+    found = [f"{x} / {y}" for x, y in zip(expected, actual, strict=False) if x != y]
+    found += [f"{len(expected)} / {len(actual)} entries"] if len(expected) != len(actual) else []
+    found += [f"made again: {made}"] if made else []
+    found += ["too little was logged"] if len(expected) <= 4 else []
+    for others in ([tensors[0].flatten()[1:], *tensors[1:]], [*tensors[:-1], tensors[-1].view(torch.uint8)]):
+        before = len(made)
+        memory.run(name, others, noted)
+        found += [] if len(made) == before + 1 else ["not made anew"]
+    return found
 
 
 def hooks(driver: FakeDriver) -> list[str]:
@@ -188,8 +245,9 @@ def main() -> None:
     run = launch.Launch.run
 
     def described_run(self):
-        run(self)
-        driver.describe(self.kernel[(self.num_programs,)](*self.args, **self.options))
+        compiled = run(self)
+        driver.describe(compiled)
+        return compiled
 
     # Every kernel once, to learn its parameters: the logs begin behind that.
     launch.Launch.run = described_run
@@ -200,6 +258,7 @@ def main() -> None:
     report = {
         "triton": triton.__version__,
         "differences": {name: differences(name, driver) for name in names},
+        "remembered": {name: differences_of_remembered(name, driver) for name in (*GROUPED, "dispatch")},
         "hooks": hooks(driver),
         "ended": ended_plans(),
     }

@@ -31,6 +31,12 @@ def test_the_driver_gets_the_same_bytes(report):
         assert differences == [], case
 
 
+def test_the_driver_gets_the_same_bytes_for_remembered_launches(report):
+    assert len(report["remembered"]) == 4
+    for case, differences in report["remembered"].items():
+        assert differences == [], case
+
+
 def test_launch_hooks_are_called(report):
     assert report["hooks"] == ["enter recurrent_kernel", "exit recurrent_kernel"]
 

@@ -150,6 +150,11 @@ def test_gradients_exclude_out_and_gates():
         (lambda: SwiGLU(4), ValueError, "run must be 1, 8, 16 or 32, got 4"),
         (lambda: CountGate(torch.zeros(3)), TypeError, "counters must be int32"),
         (lambda: BandGate(torch.zeros(3, dtype=torch.int32), torch.zeros(1)), TypeError, "offs must be int32"),
+        (
+            lambda: BandGate(torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32, device="meta")),
+            ValueError,
+            "offs must be on the device of counters",
+        ),
         (lambda: CountGate(torch.zeros(3, 2, dtype=torch.int32)), ValueError, "counters must be a contiguous vector"),
         (lambda: CountGate(torch.zeros(3, dtype=torch.int32), 0), ValueError, "timeout_seconds must be above 0"),
         (lambda: NotifyRowBlock([1]), TypeError, "rows must be a torch.Tensor"),

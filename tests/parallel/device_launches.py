@@ -17,11 +17,11 @@ from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_grouped_gemm
 from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles
 from tilecrew.parallel import Signals, World, kernel_exchange, kernel_preflight, kernel_signal
+from tilecrew.parallel.fusion import PULL_PIECE, SUM_PIECE
 from tilecrew.parallel.gemm_reduce_scatter import NotifyOwners
 
 I32, I64 = torch.zeros(512, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
 HALF = torch.zeros(256, 64, dtype=torch.bfloat16)
-PIECE = {"ROWS": 8, "COLUMNS": 512}
 SECOND = 10**9
 
 
@@ -45,12 +45,12 @@ LAUNCHES = {
     "pull": (
         kernel_exchange.pull_kernel,
         (HALF, I64, HALF, I32, I32, 0, 2, 128, 64),
-        {"num_warps": 8, **PIECE},
+        PULL_PIECE,
     ),
     "reduce": (
         kernel_exchange.reduce_kernel,
-        ((HALF, I64, HALF), I32, I32, I32, I64, 0, 2, 128, 64, SECOND),
-        {"num_warps": 8, **PIECE},
+        ((HALF, I64, HALF), (I32, I32, I32, I32, I64), 0, 2, 128, 64, SECOND),
+        SUM_PIECE,
     ),
     "copy": (kernel_preflight.copy_kernel, (I32, I32, 512, 4096), {"num_warps": 8}),
     "count": (kernel_preflight.count_kernel, (I32, 9, I32, I32, 512, "sys", 4096), {"num_warps": 4}),

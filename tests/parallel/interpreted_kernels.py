@@ -109,13 +109,16 @@ def test_pull_after_a_failed_wait_brings_nan_and_counts():
     assert counters.tolist() == [128, 2]
 
 
-def reduce(world, partials, epoch, signals, out, num_programs=3):
+def reduce(world, partials, epoch, signals, out, num_programs=3, tickets=None):
     kernel_exchange.reduce_kernel[(num_programs,)](
         (partials.local, partials.offsets, out),
-        torch.tensor([epoch], dtype=torch.int32),
-        signals.cells.local,
-        world.control.local,
-        world.control.offsets,
+        (
+            torch.zeros(1, dtype=torch.int32) if tickets is None else tickets,
+            torch.tensor([epoch], dtype=torch.int32),
+            signals.cells.local,
+            world.control.local,
+            world.control.offsets,
+        ),
         world.rank,
         world.size,
         *out.shape,
@@ -156,6 +159,25 @@ def test_notify_and_reduce(size, num_rows, num_columns, first_epoch):
             total += partial.local[rank * num_rows : (rank + 1) * num_rows].float()
         assert torch.equal(out, total.half())
         world.check()
+
+
+def test_launches_share_their_pieces():
+    """What tickets say has been taken is left alone; whoever comes last finds nothing left."""
+    worlds, partials, signals = problem(2, 130, 8, 0)
+    for signal in signals:
+        signal.cells.local.fill_(1)
+    out = torch.full((130, 8), float("nan"), dtype=torch.float16)
+    tickets = torch.ones(1, dtype=torch.int32)
+    reduce(worlds[0], partials[0], 1, signals[0], out, num_programs=2, tickets=tickets)
+    assert out[: PIECE["ROWS"]].isnan().all()
+    assert not out[PIECE["ROWS"] :].isnan().any()
+    tickets.zero_()
+    reduce(worlds[0], partials[0], 1, signals[0], out, num_programs=2, tickets=tickets)
+    wanted = (partials[0].local[:130].float() + partials[1].local[:130].float()).half()
+    assert torch.equal(out, wanted)
+    out.fill_(float("nan"))
+    reduce(worlds[0], partials[0], 1, signals[0], out, num_programs=3, tickets=tickets)
+    assert out.isnan().all()
 
 
 def test_reduce_without_a_signal_brings_nan_and_tells_all():

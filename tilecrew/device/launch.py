@@ -3,7 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
-from tilecrew._plans import active_recording
+from tilecrew._plans import Locate, active_recording
 from tilecrew.device.direct import DirectLaunch
 
 
@@ -15,13 +15,20 @@ class Launch(NamedTuple):
     args: tuple
     options: dict[str, int]
 
-    def run(self) -> None:
-        """Launches on the current stream; an empty grid, which CUDA refuses, launches nothing.
+    def run(self) -> Any:
+        """Launches on the current stream; an empty grid, which CUDA refuses, launches nothing. Returns what Triton has
+        compiled.
 
         Inside a recording (`tilecrew._plans`) the launch becomes part of a plan.
         """
-        if self.num_programs > 0:
-            compiled = self.kernel[(self.num_programs,)](*self.args, **self.options)
-            recording = active_recording()
-            if recording is not None:
-                recording.add_launch(functools.partial(DirectLaunch, *self, compiled))
+        if self.num_programs == 0:
+            return None
+        compiled = self.kernel[(self.num_programs,)](*self.args, **self.options)
+        recording = active_recording()
+        if recording is not None:
+            recording.add_launch(functools.partial(self.repeatable, compiled))
+        return compiled
+
+    def repeatable(self, compiled: Any, locate: Locate) -> DirectLaunch:
+        """Its form for other addresses, when it has run `compiled`. Raises NotRepeatable."""
+        return DirectLaunch(*self, compiled, locate)

@@ -94,6 +94,7 @@ class BandGate(CountGate):
     def __init__(self, counters: torch.Tensor, offs: torch.Tensor, timeout_seconds: float = 10.0) -> None:
         super().__init__(counters, timeout_seconds)
         _counters("offs", offs)
+        require_same_device("offs", offs, "counters", counters)
         self.offs = offs
 
     @property

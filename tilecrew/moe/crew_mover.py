@@ -2,7 +2,7 @@
 
 Computes     rows[p] = x of rank r [t],  (r, t) = indices[p];  zeros where it is (-1, -1)                  (README, 1)
 Roles        one warp of the GEMM's blocks, beside its load role and consumers (kernel_grouped_gemm)
-Hand-offs    counters[row block of 128] (scope gpu) += rows that have landed, padding too -> CountGate of the GEMM, of
+Hand-offs    counters[row block of 128] (scope gpu) += rows that have landed, padding too -> BandGate of the GEMM, of
              any block. The mover itself waits for nothing but its own copies, and never for the GEMM.
 Timeline     [piece of 2 KB] asynchronous copy into the next of 7 slots -> [last piece of a row] where the next row
              comes from, the offset of the row behind it, the indices of the one after that -> wait for the copy of six

@@ -156,5 +156,13 @@ def row_after(row, num_movers, CHUNK: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def load_place(table, entry, num_entries, WIDTH: gl.constexpr):
+    """Rank and row there, of entries of WIDTH integers that begin with them; -1 where there is no such entry."""
+    exists = entry < num_entries
+    rank = gl.load(table + WIDTH * entry, mask=exists, other=-1)
+    return rank, gl.load(table + WIDTH * entry + 1, mask=exists, other=-1)
+
+
+@gluon.jit
 def load_offsets(offsets, rank):
     return gl.load(offsets + gl.maximum(rank, 0))

@@ -10,11 +10,13 @@ CPU torch does the same, through the same gate, epilogue, slots and parallel ten
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tilecrew._hardware import hardware_of
+from tilecrew._launches import launch
 from tilecrew.grouped_gemm import operators
 from tilecrew.grouped_gemm.hooks import BandGate, Epilogue, Gate, Identity
 from tilecrew.grouped_gemm.schedule import pick
@@ -123,8 +125,12 @@ def pull_values(workspace: MoEWorkspace, routing: Routing, num_tokens: int) -> t
             out[routes] = workspace.row_values.peer(peer)[indices[routes, 1]]
     elif length > 0:
         values, control = workspace.row_values, workspace.world.control
-        dispatch_kernels().values_kernel[(-(-length // 1024),)](
-            values.local, values.offsets, indices, control.local, out, length, BLOCK=1024
+        tensors = (values.local, values.offsets, indices, control.local, out)
+        arguments, num_programs = (*tensors, length), -(-length // 1024)
+        workspace.launches.run(
+            ("values", length),
+            tensors,
+            lambda: launch(dispatch_kernels().values_kernel, num_programs, arguments, {"BLOCK": 1024}),
         )
     return out.view(num_tokens, workspace.sizes.top_k)
 
@@ -141,8 +147,11 @@ def launch_dispatch(workspace: MoEWorkspace, routing: Routing, rows: torch.Tenso
         workspace.counters,
         workspace.world.control.local,
     )
-    dispatch_kernels().dispatch_kernel[(workspace.num_comm_blocks,)](
-        tensors, routing.offs.shape[0], rows.shape[1], **workspace.ring
+    num_blocks, arguments = workspace.num_comm_blocks, (tensors, routing.offs.shape[0], rows.shape[1])
+    workspace.launches.run(
+        ("dispatch", num_blocks),
+        tensors,
+        lambda: launch(dispatch_kernels().dispatch_kernel, num_blocks, arguments, workspace.ring),
     )
 
 
@@ -158,11 +167,14 @@ def launch_gemm(
 ) -> None:
     """The grouped GEMM, with a grid that leaves the communication blocks beside it their multiprocessors."""
     kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
-    world = workspace.world
-    schedule = pick(operators.problem_of(rows, w, gate, epilogue), hardware_of(world.device))
-    num_programs = min(schedule.num_programs, num_gemm_blocks(world.num_sms, num_comm_blocks))
-    hooks = kernel.hooks_of(gate, epilogue)
-    kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
+    world, hooks = workspace.world, kernel.hooks_of(gate, epilogue)
+
+    def make() -> Any:
+        schedule = pick(operators.problem_of(rows, w, gate, epilogue), hardware_of(world.device))
+        num_programs = min(schedule.num_programs, num_gemm_blocks(world.num_sms, num_comm_blocks))
+        return kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False)
+
+    _run_gemm(workspace, num_comm_blocks, (rows, w, routing.offs, out), hooks, make)
 
 
 def launch_gemm_with_movers(
@@ -178,8 +190,6 @@ def launch_gemm_with_movers(
     one has the shared memory of a multiprocessor, and there are no more of them than the rank may fill."""
     kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
     world, tokens = workspace.world, workspace.tokens
-    problem = with_mover(operators.problem_of(rows, w, gate, epilogue))
-    schedule = pick(problem, hardware_of(world.device), "hopper")
     hooks = kernel.hooks_of(gate, epilogue)._replace(
         mover=importlib.import_module("tilecrew.moe.crew_mover").move_rows,
         mover_tensors=(
@@ -195,23 +205,53 @@ def launch_gemm_with_movers(
         mover_slots=MOVER_SLOTS,
         mover_columns=MOVER_COLUMNS,
     )
-    num_programs = min(schedule.num_programs, num_gemm_blocks(world.num_sms, 0))
-    kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False).run()
+
+    def make() -> Any:
+        problem = with_mover(operators.problem_of(rows, w, gate, epilogue))
+        schedule = pick(problem, hardware_of(world.device), "hopper")
+        num_programs = min(schedule.num_programs, num_gemm_blocks(world.num_sms, 0))
+        return kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False)
+
+    _run_gemm(workspace, 0, (rows, w, routing.offs, out), hooks, make)
+
+
+def _run_gemm(
+    workspace: MoEWorkspace,
+    num_comm_blocks: int,
+    tensors: tuple[torch.Tensor, ...],
+    hooks: Any,
+    make: Callable[[], Any],
+) -> None:
+    """make() or its like; tensors: rows, w, offs, out. Integers among the hooks' arguments are the workspace's."""
+    rows, w, _, out = tensors
+    key = (
+        num_comm_blocks,
+        rows.shape,
+        w.shape,
+        w.stride(),
+        out.shape,
+        hooks.gate,
+        hooks.epilogue,
+        hooks.landed,
+        hooks.mover,
+    )
+    groups = (hooks.gate_tensors, hooks.epilogue_tensors, hooks.landed_tensors, hooks.mover_tensors)
+    of_hooks = [value for group in groups for value in group if isinstance(value, torch.Tensor)]
+    workspace.launches.run(key, [*tensors, *of_hooks], make)
 
 
 def launch_pull(workspace: MoEWorkspace, routing: Routing, num_tokens: int) -> None:
     """Communication blocks that wait for row blocks of other ranks and bring them, in the order in which they land."""
     kernels = importlib.import_module("tilecrew.moe.kernel_gemm_combine")
     world, results = workspace.world, workspace.results
-    kernels.pull_kernel[(workspace.num_comm_blocks,)](
-        (results.local, results.offsets, workspace.staged, routing.pull_combine_indices),
-        (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets),
-        world.rank,
-        world.size,
-        num_tokens * workspace.sizes.top_k,
-        workspace.sizes.hidden_size,
-        host_signal.nanoseconds(world),
-        **workspace.ring,
+    tensors = (results.local, results.offsets, workspace.staged, routing.pull_combine_indices)
+    flags = (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets)
+    num_blocks, num_routes = workspace.num_comm_blocks, num_tokens * workspace.sizes.top_k
+    numbers = (world.rank, world.size, num_routes, workspace.sizes.hidden_size, host_signal.nanoseconds(world))
+    workspace.launches.run(
+        ("pull", num_blocks, num_routes),
+        (*tensors, *flags),
+        lambda: launch(kernels.pull_kernel, num_blocks, (tensors, flags, *numbers), workspace.ring),
     )
 
 
@@ -230,19 +270,18 @@ def launch_combine(
     # Behind the pull, and on a rank alone, every row is here.
     is_here = workspace.staged is not None or world.size == 1
     here = results.local if workspace.staged is None else workspace.staged
-    options = combine_options(workspace.sizes.capacity, workspace.sizes.top_k, world.num_sms)
+    options: dict[str, Any] = combine_options(workspace.sizes.capacity, workspace.sizes.top_k, world.num_sms)
     num_groups = -(-out.shape[0] // options["TOKENS"])
-    kernels.combine_kernel[(max(1, min(num_groups, world.num_sms)),)](
-        (results.local, here if is_here else results.offsets, routing.combine_indices, weights, base, out),
-        (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets),
-        world.rank,
-        world.size,
-        out.shape[0],
-        out.shape[1],
-        host_signal.nanoseconds(world),
-        TOP_K=workspace.sizes.top_k,
-        **options,
-        STAGED=is_here,
+    num_programs = max(1, min(num_groups, world.num_sms))
+    here = here if is_here else results.offsets
+    tensors = (results.local, here, routing.combine_indices, weights, base, out)
+    flags = (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets)
+    numbers = (world.rank, world.size, *out.shape, host_signal.nanoseconds(world))
+    options |= {"TOP_K": workspace.sizes.top_k, "STAGED": is_here}
+    workspace.launches.run(
+        ("combine", out.shape),
+        (*tensors, *flags),
+        lambda: launch(kernels.combine_kernel, num_programs, (tensors, flags, *numbers), options),
     )
 
 

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from tilecrew.device.compat import barrier, gl, gluon
 from tilecrew.device.signal import add_release, fence_proxy_async_once, load_acquire
-from tilecrew.moe.crew_ring import move_tiles
+from tilecrew.moe.crew_ring import load_place, move_tiles
 
 ROW_BLOCK = tl.constexpr(128)
 
@@ -63,9 +63,7 @@ def dispatch_kernel(
 
 @gluon.jit
 def load_token(tensors, row):
-    exists = row < tensors[4]
-    rank = gl.load(tensors[3] + 2 * row, mask=exists, other=-1)
-    return rank, gl.load(tensors[3] + 2 * row + 1, mask=exists, other=-1)
+    return load_place(tensors[3], row, tensors[4], 2)
 
 
 @gluon.jit

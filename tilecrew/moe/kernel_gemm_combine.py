@@ -33,7 +33,7 @@ import triton.language as tl
 from tilecrew.device.compat import gl, gluon
 from tilecrew.device.signal import fence, is_reached, load_acquire, peer_pointer, store_release
 from tilecrew.grouped_gemm.kernel_epilogues import is_last_call
-from tilecrew.moe.crew_ring import move_tiles
+from tilecrew.moe.crew_ring import load_place, move_tiles
 from tilecrew.parallel.kernel_signal import wait_for_rank
 
 ROW_BLOCK = tl.constexpr(128)
@@ -160,9 +160,7 @@ def count_pulled(pulled, num_routes):
 
 @gluon.jit
 def load_result(tensors, entry):
-    exists = entry < tensors[4]
-    writer = gl.load(tensors[3] + 3 * entry, mask=exists, other=-1)
-    return writer, gl.load(tensors[3] + 3 * entry + 1, mask=exists, other=-1)
+    return load_place(tensors[3], entry, tensors[4], 3)
 
 
 @gluon.jit

@@ -16,11 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tilecrew._launches import LaunchMemory
 from tilecrew.device.launch import Launch
 
 BLOCK = 512
 #: Keys below this are int32: a sort of half as many bits takes half as many passes.
 INT32_KEYS = 2**31
+LAUNCHES = LaunchMemory()
 
 
 class Sizes(NamedTuple):
@@ -67,11 +69,15 @@ def build(
     keys = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32 if is_small else torch.int64)
     scratch = Scratch(keys, topk_ids.new_empty(3, sizes.search, dtype=torch.int64))
     shape = (keys.shape[0], keys.shape[0] // sizes.world_size, tables.row_routes.shape[0], rank)
-    keys_launch(topk_ids, num_tokens, scratch, tables, shape, sizes).run()
+    key = (shape, sizes)
+    tensors = (topk_ids, num_tokens, keys, *tables[2:])
+    LAUNCHES.run(("keys", key), tensors, lambda: keys_launch(topk_ids, num_tokens, scratch, tables, shape, sizes))
     sorted_keys, order = torch.sort(keys)
-    scratch = scratch._replace(keys=sorted_keys)
-    experts_launch(scratch, tables, shape, sizes).run()
-    rows_launch(scratch, order, tables, shape, sizes).run()
+    behind = scratch._replace(keys=sorted_keys)
+    tensors = (*behind, tables.offs, tables.tokens_per_expert)
+    LAUNCHES.run(("experts", key), tensors, lambda: experts_launch(behind, tables, shape, sizes))
+    tensors = (*behind, order, *tables[2:])
+    LAUNCHES.run(("rows", key), tensors, lambda: rows_launch(behind, order, tables, shape, sizes))
 
 
 def sizes_of(topk_ids: torch.Tensor, num_experts: int, row_block: int) -> Sizes:

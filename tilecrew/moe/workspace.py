@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilecrew._hardware import hardware_of
+from tilecrew._launches import LaunchMemory, launch
 from tilecrew._shapes import require_dtype
 from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
 from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
@@ -49,6 +50,7 @@ class MoEWorkspace:
     arrivals         [row blocks] int32: elects the tile that completes a row block
     slots            Signals with one slot for each row block: rank r writes the epoch when its row block is complete
     epoch            [1] int32 on the device of the world, one more for each exchange; may pass 2^32
+    launches         of kernels, by what of them is no address
     predicted_seconds    of dispatch and first GEMM at the capacity, by the model of `schedule`; None but for "blocks"
 
     Args:
@@ -80,6 +82,7 @@ class MoEWorkspace:
         self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
         self.predicted_seconds = load.seconds(self.num_comm_blocks) if self.dispatch == "blocks" else None
         self.world, self.sizes = world, sizes
+        self.launches = LaunchMemory()
         self.is_gpu = world.device.type == "cuda"
         world.agree(f"a mixture of experts of {sizes}")
         num_routes = world.size * sizes.capacity * sizes.top_k
@@ -179,19 +182,14 @@ class MoEWorkspace:
         self.counters.zero_()
 
     def _share_routes(self, topk_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        length, num_counters = self.ids.local.numel(), self.counters.numel()
-        dispatch_kernels().share_kernel[(-(-max(length, num_counters) // 1024),)](
-            topk_ids,
-            weights,
-            self.ids.local,
-            self.weights.local,
-            self.counters,
-            self.epoch,
-            topk_ids.numel(),
-            length,
-            self.sizes.num_experts,
-            num_counters,
-            BLOCK=1024,
+        length, num_counters, num_routes = self.ids.local.numel(), self.counters.numel(), topk_ids.numel()
+        tensors = (topk_ids, weights, self.ids.local, self.weights.local, self.counters, self.epoch)
+        arguments = (*tensors, num_routes, length, self.sizes.num_experts, num_counters)
+        num_programs = -(-max(length, num_counters) // 1024)
+        self.launches.run(
+            ("share", num_routes),
+            tensors,
+            lambda: launch(dispatch_kernels().share_kernel, num_programs, arguments, {"BLOCK": 1024}),
         )
 
     def _barrier(self) -> None:
@@ -206,15 +204,12 @@ class MoEWorkspace:
             return
         length = self.sizes.capacity * self.sizes.top_k
         num_programs = self.world.size * -(-length // 1024)
-        dispatch_kernels().tables_kernel[(num_programs,)](
-            self.ids.local,
-            self.ids.offsets,
-            self.weights.local,
-            self.weights.offsets,
-            self._all_ids,
-            self._all_weights,
-            length,
-            BLOCK=1024,
+        ids, weights = self.ids, self.weights
+        tensors = (ids.local, ids.offsets, weights.local, weights.offsets, self._all_ids, self._all_weights)
+        self.launches.run(
+            "tables",
+            tensors,
+            lambda: launch(dispatch_kernels().tables_kernel, num_programs, (*tensors, length), {"BLOCK": 1024}),
         )
         if self._is_loading:
             self._all_ids.fill_(-1)  # what peers have there now is nobody's route

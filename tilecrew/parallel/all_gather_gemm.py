@@ -22,7 +22,9 @@ class AllGatherGemm:
         x -> own shard; barrier     the shards of all ranks are there
         communication blocks        pull rows of all ranks, 8 at a time, own ones first and then the ring, into one
                                     matrix; counter of the 128-row block += rows that have landed (release, scope gpu)
-        GEMM, beside them           its gate (CountGate) holds a tile back until its row block is complete
+        GEMM, beside them           its gate (BandGate) holds a tile back until the row blocks of its band are complete.
+                                    It takes the rows of ranks in the same order, in two launches, where a rank's rows
+                                    are whole row blocks
 
     The grid of the GEMM leaves the communication blocks their SMs, so that those run whoever starts first. On the CPU
     the same is done by torch: each rank tells the others by a slot that its shard is there, and multiplies the rows of
@@ -48,9 +50,16 @@ class AllGatherGemm:
         num_inner, num_columns = w.shape
         self._is_gpu = world.device.type == "cuda"
         total = world.size * num_rows
-        problem = Problem(total, 1, num_inner, num_columns, str(w.dtype).removeprefix("torch."), has_gate=True)
+        dtype = str(w.dtype).removeprefix("torch.")
         if self._is_gpu:
-            self._schedule = pick(problem, hardware_of(world.device))
+            self._segments = fusion.segments(world.rank, world.size, num_rows, world.device)
+            self._schedules = [
+                pick(
+                    Problem(segment.num_rows, 1, num_inner, num_columns, dtype, has_gate=True),
+                    hardware_of(world.device),
+                )
+                for segment in self._segments
+            ]
         self.shards = ParallelTensor((num_rows, num_inner), w.dtype, world)
         with world.use():
             self._gathered = torch.zeros(total, num_inner, dtype=w.dtype, device=world.device)
@@ -95,7 +104,6 @@ class AllGatherGemm:
 
     def _make_gpu_parts(self, total: int) -> None:
         device = self.world.device
-        self._offs = torch.full((1,), total, dtype=torch.int32, device=device)
         self._counters = torch.zeros(-(-total // fusion.ROW_BLOCK), dtype=torch.int32, device=device)
         # Launches that load the kernels: nothing to pull, and nothing to wait for.
         out = self.w.new_empty(total, self.w.shape[1])
@@ -120,16 +128,18 @@ class AllGatherGemm:
             size,
             self.num_rows,
             self.w.shape[0],
-            **fusion.PIECE,
+            **fusion.PULL_PIECE,
         )
 
     def _multiply(self, out: torch.Tensor) -> None:
         kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
-        gate = BandGate(self._counters, self._offs, self.world.timeout_seconds)
-        hooks = kernel.hooks_of(gate, None)
-        tiles = self._schedule.tiles
-        num_programs = min(self._schedule.num_programs, self.world.num_sms - self.num_comm_blocks)
-        kernel.launch(self._gathered, self.w[None], self._offs, out, tiles, num_programs, hooks).run()
+        num_sms = self.world.num_sms - self.num_comm_blocks
+        for segment, schedule in zip(self._segments, self._schedules, strict=True):
+            counters, rows = self._counters[segment.first_block :], segment.rows
+            gate = BandGate(counters, segment.offs, self.world.timeout_seconds)
+            num_programs = min(schedule.num_programs, num_sms)
+            x, hooks = self._gathered[rows], kernel.hooks_of(gate, None)
+            kernel.launch(x, self.w[None], segment.offs, out[rows], schedule.tiles, num_programs, hooks).run()
 
     def _on_cpu(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         world, rows = self.world, self.num_rows

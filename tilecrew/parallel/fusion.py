@@ -6,7 +6,7 @@ they are made, on arguments with which nothing waits.
 """
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,38 @@ GPU_DTYPES = (torch.bfloat16, torch.float16)
 CPU_DTYPES = (*GPU_DTYPES, torch.float32, torch.float64)
 MOST_COMM_BLOCKS = 8
 ROW_BLOCK = 128
-PIECE = {"ROWS": 8, "COLUMNS": 512, "num_warps": 8}
+# What a block has on its way from a rank at a time: 32 and 16 KB.
+PULL_PIECE = {"ROWS": 16, "COLUMNS": 1024, "num_warps": 16}
+SUM_PIECE = {"ROWS": 8, "COLUMNS": 1024, "num_warps": 16}
+
+
+class Segment(NamedTuple):
+    """Rows that one launch of a GEMM multiplies, of the rows of all ranks. offs: [1] int32, their number."""
+
+    first_row: int
+    num_rows: int
+    offs: torch.Tensor
+
+    @property
+    def first_block(self) -> int:
+        return self.first_row // ROW_BLOCK
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+
+def segments(first_rank: int, size: int, num_rows: int, device: torch.device) -> list[Segment]:
+    """The rows of all ranks, those of first_rank first, then those of the ranks behind it in the ring.
+
+    All in one segment, in their order, where a row block would have rows of two ranks.
+    """
+    total, first = size * num_rows, first_rank * num_rows
+    bounds = [(first, total), (0, first)] if first % ROW_BLOCK == 0 and first > 0 else [(0, total)]
+    return [
+        Segment(begin, end - begin, torch.full((1,), end - begin, dtype=torch.int32, device=device))
+        for begin, end in bounds
+    ]
 
 
 def exchange_kernels() -> Any:

@@ -22,12 +22,16 @@ class NotifyOwners(Identity):
     epoch        [1] int32: what is told
     signals      Signals with one slot for each row block
     num_rows     rows of each owner
+    first_block  the row block that is the GEMM's first
     """
 
-    def __init__(self, arrivals: torch.Tensor, epoch: torch.Tensor, signals: Signals, num_rows: int) -> None:
+    def __init__(
+        self, arrivals: torch.Tensor, epoch: torch.Tensor, signals: Signals, num_rows: int, first_block: int = 0
+    ) -> None:
         world = signals.world
         self.arrivals, self.epoch, self.signals = arrivals, epoch, signals
-        self.place = torch.tensor([world.rank, world.size, num_rows], dtype=torch.int32, device=epoch.device)
+        place = [world.rank, world.size, num_rows, first_block]
+        self.place = torch.tensor(place, dtype=torch.int32, device=epoch.device)
 
     @property
     def landed(self) -> Any:
@@ -48,9 +52,11 @@ class GemmReduceScatter:
         barrier                 nobody still reads the products of the call before; epoch + 1
         GEMM                    product, rounded to the dtype of x -> the rank's part of a parallel tensor; its epilogue
                                 (NotifyOwners) writes the epoch to the slot of each complete 128-row block, on the ranks
-                                that own its rows (release, scope sys)
-        communication blocks    beside it: wait for a row block's slots of all ranks (acquire), then sum this rank's
-                                rows over ranks 0, 1, ... in float32 and round once
+                                that own its rows (release, scope sys). Rows of the next rank first, own ones last: two
+                                launches, where a rank's rows are whole row blocks
+        communication blocks    beside it: take pieces of this rank's rows in turn, wait for their row blocks' slots of
+                                all ranks (acquire), then sum over ranks 0, 1, ... in float32 and round once. Behind the
+                                GEMM blocks on its SMs do the same with what is left
 
     The order of the sum does not depend on who comes first: results are the same bits every time. The grid of the GEMM
     leaves the communication blocks their SMs. On GPUs whose grouped GEMM has no notifications a kernel behind it tells
@@ -80,12 +86,16 @@ class GemmReduceScatter:
         with world.use():
             self._offs = torch.full((1,), total, dtype=torch.int32, device=world.device)
             self._epoch = torch.zeros(1, dtype=torch.int32, device=world.device)
+            self._tickets = torch.zeros(1, dtype=torch.int32, device=world.device)
+            self.is_fused = self._pick(total) is not None
             arrivals = torch.zeros(num_blocks, dtype=torch.int32, device=world.device)
-            self._epilogue = NotifyOwners(arrivals, self._epoch, self._signals, num_rows)
-            self._schedule = self._pick(total)
+            self._segments = fusion.segments((world.rank + 1) % world.size, world.size, num_rows, world.device)
+            self._epilogues = [
+                NotifyOwners(arrivals, self._epoch, self._signals, num_rows, segment.first_block)
+                for segment in self._segments
+            ]
             if self._is_gpu:
                 self._load()
-        self.is_fused = self._schedule is not None
         world.quiesce()
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -103,17 +113,19 @@ class GemmReduceScatter:
             out = fusion.output(out, x, (self.num_rows, self.w.shape[1]))
             world.barrier()
             self._epoch.add_(1)
+            self._tickets.zero_()
             stream = torch.cuda.current_stream()
-            if self._schedule is None:
+            if not self.is_fused:
                 operators.run(x, self.w[None], self._offs, self.partials.local, None)
                 self._notify(world.size)
-                self._reduce(out, world.control.local, world.size)
+                self._reduce(out, world.control.local, world.size, world.num_sms)
             else:
                 side = world.side_stream
                 side.wait_stream(stream)
                 with torch.cuda.stream(side):
-                    self._reduce(out, world.control.local, world.size)
+                    self._reduce(out, world.control.local, world.size, self.num_comm_blocks)
                 self._multiply(x)
+                self._reduce(out, world.control.local, world.size, world.num_sms - self.num_comm_blocks)
                 stream.wait_stream(side)
         return out
 
@@ -136,20 +148,31 @@ class GemmReduceScatter:
         x = self.w.new_zeros(self.world.size * self.num_rows, self.w.shape[0])
         self._epoch.add_(1)
         self._epoch.zero_()
-        if self._schedule is None:
+        if not self.is_fused:
             operators.run(x, self.w[None], self._offs, self.partials.local, None)
             self._notify(0)
         else:
             self._multiply(x)
-        self._reduce(x.new_empty(self.num_rows, self.w.shape[1]), fusion.scratch_control(self.world), 0)
+        out = x.new_empty(self.num_rows, self.w.shape[1])
+        self._reduce(out, fusion.scratch_control(self.world), 0, self.num_comm_blocks)
         torch.cuda.synchronize(self.world.device)
 
     def _multiply(self, x: torch.Tensor) -> None:
         kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
-        hooks = kernel.hooks_of(None, self._epilogue)
-        num_programs = min(self._schedule.num_programs, self.world.num_sms - self.num_comm_blocks)
-        tiles, out = self._schedule.tiles, self.partials.local
-        kernel.launch(x, self.w[None], self._offs, out, tiles, num_programs, hooks).run()
+        num_sms = self.world.num_sms - self.num_comm_blocks
+        for segment, epilogue in zip(self._segments, self._epilogues, strict=True):
+            schedule, rows = self._pick(segment.num_rows), segment.rows
+            assert schedule is not None
+            launch = kernel.launch(
+                x[rows],
+                self.w[None],
+                segment.offs,
+                self.partials.local[rows],
+                schedule.tiles,
+                min(schedule.num_programs, num_sms),
+                kernel.hooks_of(None, epilogue),
+            )
+            launch.run()
 
     def _notify(self, size: int) -> None:
         cells, rank = self._signals.cells, self.world.rank
@@ -157,20 +180,17 @@ class GemmReduceScatter:
             self._epoch, cells.local, cells.offsets, rank, size, self._signals.num_slots, num_warps=1
         )
 
-    def _reduce(self, out: torch.Tensor, control: torch.Tensor, size: int) -> None:
+    def _reduce(self, out: torch.Tensor, control: torch.Tensor, size: int, num_blocks: int) -> None:
         world = self.world
-        fusion.exchange_kernels().reduce_kernel[(self.num_comm_blocks,)](
+        fusion.exchange_kernels().reduce_kernel[(num_blocks,)](
             (self.partials.local, self.partials.offsets, out),
-            self._epoch,
-            self._signals.cells.local,
-            control,
-            world.control.offsets,
+            (self._tickets, self._epoch, self._signals.cells.local, control, world.control.offsets),
             world.rank,
             size,
             self.num_rows,
             self.w.shape[1],
             host_signal.nanoseconds(world),
-            **fusion.PIECE,
+            **fusion.SUM_PIECE,
         )
 
     def _on_cpu(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

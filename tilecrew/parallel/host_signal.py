@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilecrew._launches import launch
 from tilecrew.parallel.control import (
     ABORT,
     BARRIER_SLOT,
@@ -62,8 +63,11 @@ def barrier(world: "World") -> None:
     control = world.control
     if world.device.type == "cuda":
         with world.use():
-            arguments = (control.local, control.offsets, world.rank, world.size, nanoseconds(world))
-            kernels().barrier_kernel[(1,)](*arguments, num_warps=1)
+            tensors = (control.local, control.offsets)
+            arguments = (*tensors, world.rank, world.size, nanoseconds(world))
+            world.launches.run(
+                "barrier", tensors, lambda: launch(kernels().barrier_kernel, 1, arguments, {"num_warps": 1})
+            )
         return
     epoch = as_int32(int(control.local[EPOCH]) + 1)
     fence()

@@ -4,8 +4,9 @@ Computes
     pull      gathered[r * rows : (r + 1) * rows] = shards of rank r, for all r
     reduce    out[m] = sum over ranks r = 0, 1, ... of partials of rank r [rank * rows + m], in float32
 
-Roles        every block does the same: it walks its pieces of ROWS rows, block b the pieces b, b + blocks, ...
-Hand-offs    pull      counters[row block of 128] (scope gpu) += rows that have landed -> CountGate of the GEMM.
+Roles        every block does the same. pull: it walks its pieces of ROWS rows, block b the pieces b, b + blocks, ...
+             reduce: it takes pieces in turn, with the blocks of other launches
+Hand-offs    pull      counters[row block of 128] (scope gpu) += rows that have landed -> BandGate of the GEMM.
                        What it reads was ordered before it by the barrier of the world.
              reduce    slots[row block of 128][r] (scope sys), written by rank r when it has that block's products ->
                        the block that sums them, before its loads
@@ -88,10 +89,7 @@ def pull_kernel(
 @triton.jit(do_not_specialize=["rank", "size", "num_rows", "timeout"])
 def reduce_kernel(
     matrices,
-    epoch,
-    slots,
-    control,
-    control_offsets,
+    flags,
     rank,
     size,
     num_rows,
@@ -100,11 +98,15 @@ def reduce_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """matrices: partials [size * num_rows, num_columns] of this rank, their offsets, out [num_rows, num_columns]."""
+    """matrices: partials [size * num_rows, num_columns] of this rank, their offsets, out [num_rows, num_columns].
+    flags: tickets [1] int32, pieces that blocks of any launch have taken; epoch, slots, the world's control block and
+    its offsets."""
     partials, offsets, out = matrices
+    tickets, epoch, slots, control, control_offsets = flags
     expected = tl.load(epoch)
     is_well = expected == expected
-    for piece in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+    piece = tl.atomic_add(tickets, 1, sem="relaxed")
+    while piece * ROWS < num_rows:
         row = piece * ROWS
         first = rank * num_rows + row
         last = first + tl.minimum(num_rows - row, ROWS) - 1
@@ -122,3 +124,4 @@ def reduce_kernel(
                 total += values.to(tl.float32)
             pointers, exist = piece_pointers(out, row, num_columns, column, num_rows, ROWS, COLUMNS)
             tl.store(pointers, total.to(out.dtype.element_ty), mask=exist)
+        piece = tl.atomic_add(tickets, 1, sem="relaxed")

@@ -17,7 +17,9 @@ ROW_BLOCK = gl.constexpr(128)
 
 @gluon.jit
 def notify_owners(row_block, column_block, num_rows, num_calls, tensors):
-    """tensors: arrivals, epoch, slots, their offsets, and [3] int32: rank, number of ranks, rows of each owner."""
+    """tensors: arrivals, epoch, slots, their offsets, and [4] int32: rank, number of ranks, rows of each owner, and the
+    row block of all rows that is the first of this GEMM."""
+    row_block += gl.load(tensors[4] + 3)
     if is_last_call(tensors[0] + row_block, num_calls):
         value = gl.load(tensors[1])
         rank = gl.load(tensors[4])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tilecrew._hardware import hardware_of
+from tilecrew._launches import LaunchMemory
 from tilecrew.parallel import host_signal
 from tilecrew.parallel.control import (
     EPOCH,
@@ -64,6 +65,7 @@ class World:
         self.num_sms = hardware_of(device).num_sms // num_sharing
         #: What operators keep with this world, by their sizes.
         self.workspaces: dict[Any, Any] = {}
+        self.launches = LaunchMemory()
         self._closed = False
         provider.agree(rank, f"timeout_seconds {timeout_seconds}, first_epoch {first_epoch}, device {device.type}")
         self.control = ParallelTensor((control_length(self.size),), torch.int32, self, self._begin)
@@ -160,14 +162,17 @@ class World:
         self.require_open()
         self.provider.agree(self.rank, what)
 
-    @contextlib.contextmanager
-    def use(self) -> Iterator[None]:
+    def use(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the rank's device and stream current."""
-        with contextlib.ExitStack() as stack:
-            if self.device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self.device))
-                if self.stream is not None:
-                    stack.enter_context(torch.cuda.stream(self.stream))
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        if self.stream is None:
+            return torch.cuda.device(self.device.index)  # by its number: a device is looked up first
+        return self._use_stream()
+
+    @contextlib.contextmanager
+    def _use_stream(self) -> Iterator[None]:
+        with torch.cuda.device(self.device.index), torch.cuda.stream(self.stream):
             yield
 
     @property
