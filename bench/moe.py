@@ -32,7 +32,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--routing", choices=["uniform", "skewed", "both"], default="both")
     parser.add_argument("--ranks", nargs="+", default=[], help="numbers of emulated ranks; default: 1 2 4 8")
     parser.add_argument("--tokens", type=int, help="tokens of each rank; default: 1024")
-    parser.add_argument("--dispatch", choices=["warps", "blocks"], default="", help="default: as tilecrew chooses")
+    parser.add_argument(
+        "--dispatch", choices=["warps", "blocks", "gather"], default="", help="default: as tilecrew chooses"
+    )
+    parser.add_argument("--combine", choices=["push", "pull"], default="", help="default: as tilecrew chooses")
     parser.add_argument("--num-comm-blocks", type=int, help="of a rank; default: as tilecrew chooses")
     parser.add_argument("--seconds", type=float, default=120.0, help="after this time no further case is begun")
     parser.add_argument("--json", type=Path, help="where to write the figures, after every case")

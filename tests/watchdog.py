@@ -30,7 +30,8 @@ class Flags:
             self.tensors.append((world.rank, "control", world.control.local))
             for sizes, workspace in world.workspaces.items():
                 named = [("epoch", workspace.epoch), ("counters", workspace.counters)]
-                named += [("arrivals", workspace.arrivals), ("slots", workspace.slots.cells.local)]
+                if workspace.slots is not None:
+                    named += [("arrivals", workspace.arrivals), ("slots", workspace.slots.cells.local)]
                 self.tensors += [(world.rank, f"{name} of {sizes}", tensor) for name, tensor in named]
         self.is_gpu = worlds[0].device.type == "cuda"
         self.copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self.is_gpu) for _, _, t in self.tensors]

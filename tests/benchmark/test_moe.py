@@ -17,11 +17,11 @@ if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 from tilecrew.benchmark import moe, moe_cases, moe_measure, moe_torch
 from tilecrew.benchmark.moe_cases import ALL_TO_ALL, GRAPH, LAYER, ONE_RANK, SHAPES, Case
-from tilecrew.benchmark.moe_parts import PARTS
+from tilecrew.benchmark.moe_parts import PARTS, PROCESS_PARTS
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-FORMS = {"dispatch": None, "num_comm_blocks": None}
+FORMS = {"dispatch": None, "combine": None, "num_comm_blocks": None}
 
 
 CALLS_OF_A_PART = 3 * 2  # before it is timed, on two ranks
@@ -71,7 +71,8 @@ def test_command_measures_prints_and_writes(tmp_path, monkeypatch):
         "--shapes must be some of": ("--shapes", "large"),
         "--ranks must be positive numbers with commas, got '2,x'": ("--ranks", "2,x"),
         "--routing must be uniform, skewed or both, got 'hot'": ("--routing", "hot"),
-        "--dispatch must be one of warps, blocks, got 'host'": ("--dispatch", "host"),
+        "--combine must be one of push, pull, got 'send'": ("--combine", "send"),
+        "--dispatch must be one of warps, blocks, gather, got 'host'": ("--dispatch", "host"),
         "--tokens must be at least 1, got 0": ("--tokens", "0"),
     }.items():
         result = CliRunner().invoke(cli.build_app(), ["bench", "moe", "--device", "cpu", *wrong])
@@ -155,6 +156,10 @@ def test_loads():
 
 def test_ratios_of_what_is_there():
     times = {"copy": 2.0, "first_gemm": 4.0, "dispatch_gemm": 5.0, "combine": 3.0, LAYER: 8.0, GRAPH: 4.0}
+    assert moe_cases.ratios_of({"second_gemm": 2.0, "combine": 1.0, "transfer": 4.0, "gemm_combine": 5.0}) == (
+        {"max(second_gemm, combine, transfer)": 4.0},
+        {"gemm_combine / max(second_gemm, combine, transfer)": 1.25},
+    )
     bounds, ratios = moe_cases.ratios_of({**times, ALL_TO_ALL: 16.0})
     assert bounds == {"max(first_gemm, copy)": 4.0}
     assert ratios == {
@@ -212,5 +217,5 @@ def test_processes_beside_all_to_all(tmp_path):
     assert [row["routing"] for row in record["rows"]] == ["uniform", "skewed"]
     for row in record["rows"]:
         assert row["num_ranks"] == 2
-        assert set(row["milliseconds"]) == {LAYER, ALL_TO_ALL, *PARTS}
+        assert set(row["milliseconds"]) == {LAYER, ALL_TO_ALL, *PROCESS_PARTS}
         assert row["ratios"]["all-to-all / layer"] > 0

@@ -67,6 +67,15 @@ def test_no_more_blocks_than_tiles():
     assert pick(PROBLEM, H200).num_programs == 132
 
 
+@pytest.mark.parametrize("num_rows", [1, 4096, 2**17])
+def test_roles_that_gather_fit_the_registers(num_rows):
+    """Three roles of four warps, in blocks of 128 rows however few rows groups have."""
+    tiles = hopper_tiles(replace(PROBLEM, num_rows=num_rows, gathers=True), 132)
+    assert tiles.block_m == 128
+    assert tiles.consumer_registers % 8 == tiles.load_registers % 8 == tiles.entry_registers % 8 == 0
+    assert 2 * tiles.consumer_registers + tiles.load_registers <= 3 * tiles.entry_registers <= 65536 // 128
+
+
 def test_table_length():
     assert [table_length(n) for n in (1, 126, 127, 254, 255, MAX_GROUPS)] == [128, 128, 256, 256, 512, 1024]
 
@@ -97,6 +106,10 @@ def test_a_forced_implementation_that_cannot_run_says_why():
         ("portable", PROBLEM, replace(A100, capability=(7, 5)), "8.0 or newer"),
         ("portable", replace(PROBLEM, has_gate=True), A100, "no gates"),
         ("torch", PROBLEM, H200, "offs on the host"),
+        ("mma_sync", replace(PROBLEM, gathers=True), RTX_5090, "it gathers no rows"),
+        ("portable", replace(PROBLEM, gathers=True), A100, "it gathers no rows"),
+        ("torch", replace(PROBLEM, gathers=True), CPU, "it gathers no rows"),
+        ("hopper", replace(PROBLEM, gathers=True, notifies=True), H200, "no mover, no notifications"),
     ):
         assert reason in supports(name, problem, hardware)
         with pytest.raises(ValueError, match=f"implementation='{name}' cannot run: .*{reason}"):

@@ -27,10 +27,15 @@ HALF = torch.zeros(256, 64, dtype=torch.bfloat16)
 SECOND = 10**9
 
 
-def combine(weights, base, top_k, capacity=8192, staged=None):
-    tensors = (HALF, I64 if staged is None else staged, I32, weights, base, HALF)
-    arguments = (tensors, (I32, I32, I32, I64), 0, 2, 128, 64, SECOND)
-    options = {**schedule.combine_options(capacity, top_k, H200.num_sms), "TOP_K": top_k, "STAGED": staged is not None}
+def combine(weights, base, top_k, capacity=8192, where="peers"):
+    tensors = (HALF, I64 if where == "peers" else HALF, I32, weights, base, HALF)
+    flags = (None, None) if where == "returned" else (I32, I32)
+    arguments = (tensors, (*flags, I32, I64), 0, 2, 128, 64, SECOND)
+    options = {
+        **schedule.combine_options(capacity, top_k, H200.num_sms),
+        "TOP_K": top_k,
+        "WHERE": where,
+    }
     return Launch(kernel_gemm_combine.combine_kernel, 1, arguments, options)
 
 
@@ -63,12 +68,38 @@ def gemm(notifies, has_mover=False, epilogue=None, transposed=False):
     return kernel_grouped_gemm.launch(x, w, offs, out, tiles, 2, hooks, writes_tail=False)
 
 
+def gemm_with_destination():
+    """What fused.launch_gemm_with_destination launches."""
+    x, w, offs = HALF, torch.zeros(8, 64, 512, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
+    tiles = hopper_tiles(Problem(16384, 8, 768, 2048, "bfloat16", scatters=True), H200.num_sms)
+    hooks = kernel_grouped_gemm.Hooks(
+        destination=kernel_gemm_combine.place_of_route, destination_tensors=(I32, HALF, I64, I32)
+    )
+    return kernel_grouped_gemm.launch(x, w, offs, x.new_empty(256, 512), tiles, 2, hooks, writes_tail=False)
+
+
+def gemm_with_source():
+    """What fused.launch_gemm_with_source launches."""
+    w, offs = torch.zeros(128, 64, 512, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.int32)
+    tiles = hopper_tiles(Problem(16384, 128, 2048, 1536, "bfloat16", gathers=True), H200.num_sms)
+    hooks = kernel_grouped_gemm.hooks_of(None, SwiGLU(8))._replace(
+        source=kernel_dispatch_gemm.place_of_token, source_tensors=(I32, I64, I32)
+    )
+    return kernel_grouped_gemm.launch(HALF, w, offs, HALF.new_empty(256, 256), tiles, 2, hooks, writes_tail=False)
+
+
 LAUNCHES = {
     "dispatch": lambda: Launch(
         kernel_dispatch_gemm.dispatch_kernel,
         1,
         ((HALF, I64, HALF, I32, I32, I32, I32), 8, 64),
         schedule.ring_options(7168, H200),
+    ),
+    "bring": lambda: Launch(
+        kernel_dispatch_gemm.bring_kernel,
+        1,
+        ((HALF, I64, I32, I64), HALF, 0, 2, 256, 0, 4, 64),
+        {"TOP_K": 10, **schedule.BRING},
     ),
     "share": lambda: Launch(
         kernel_dispatch_gemm.share_kernel,
@@ -83,7 +114,8 @@ LAUNCHES = {
         kernel_dispatch_gemm.values_kernel, 1, (F32, I64, I32, I32, F32, 512), {"num_warps": 4, "BLOCK": 1024}
     ),
     "combine": lambda: combine(F32, None, 8),
-    "combine behind a pull": lambda: combine(F32, None, 8, staged=HALF),
+    "combine behind a pull": lambda: combine(F32, None, 8, where="staged"),
+    "combine behind a push": lambda: combine(F32, None, 8, where="returned"),
     "pull": lambda: Launch(
         kernel_gemm_combine.pull_kernel,
         1,
@@ -97,6 +129,8 @@ LAUNCHES = {
     "GEMM with movers": lambda: gemm(False, has_mover=True, epilogue=SwiGLU(8)),
     "GEMM with movers, transposed": lambda: gemm(False, has_mover=True, transposed=True),
     "GEMM in front of combine": lambda: gemm(True),
+    "GEMM with destination": gemm_with_destination,
+    "GEMM with source": gemm_with_source,
 }
 
 

@@ -21,6 +21,7 @@ if not dist.is_available():
 from tilecrew.moe import fused
 from tilecrew.moe.workspace import MoESizes, MoEWorkspace
 from tilecrew.parallel import WaitError, World, host_signal, on_every_rank
+from tilecrew.parallel.control import BARRIER_SLOT
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -39,17 +40,17 @@ def synchronize(worlds):
         world.synchronize()
 
 
-@pytest.fixture(params=["warps", "blocks"])
+@pytest.fixture(params=["warps", "blocks", "gather"])
 def dispatch(request):
-    if request.param == "warps" and torch.cuda.get_device_capability() != (9, 0):
+    if request.param != "blocks" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     return request.param
 
 
-def check(worlds, case, dispatch=None, turns=2):
+def check(worlds, case, dispatch=None, combine=None, turns=2):
     """Values and gradients of all ranks; the same bits every time."""
     wanted = case.expected()
-    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch, combine)
     with watchdog.watch(worlds, "a call of all ranks"):
         compare(worlds, case, inputs, wanted, turns)
 
@@ -127,17 +128,25 @@ def test_steps_of_a_call(dispatch):
     gpu_ranks.check_forward(case, found, wanted)
 
 
-@pytest.fixture
-def pulls(monkeypatch):
-    """Results of other ranks are pulled beside the second GEMM, however few tokens there are."""
-    monkeypatch.setattr("tilecrew.moe.workspace.pulls_results", lambda capacity, is_emulated: True)
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("is_beside", [False, True], ids=["behind", "beside"])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_matrix_with_pulled_results(size, name, pulls):
+def test_matrix_with_pulled_results(size, name, is_beside, monkeypatch):
+    """Beside the second GEMM, however few tokens there are, or by combine behind it."""
+    monkeypatch.setattr("tilecrew.moe.workspace.pulls_beside", lambda capacity, is_emulated: is_beside)
     worlds = emulate(size)
-    check(worlds, world_cases.cases(size, BF16, "cuda")[name])
+    check(worlds, world_cases.cases(size, BF16, "cuda")[name], combine="pull")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_matrix_with_tokens_of_other_gpus(size, name, monkeypatch):
+    """What processes do, where ranks are far: tokens are brought in front of the first GEMM."""
+    monkeypatch.setattr("tilecrew.moe.workspace.DispatchLoad", gpu_ranks.far_load(size))
+    worlds = emulate(size)
+    case = world_cases.cases(size, BF16, "cuda")[name]
+    check(worlds, case, "gather")
+    assert all(world.workspaces[case.sizes].near.shape[0] == size - 1 for world in worlds)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -211,14 +220,17 @@ def test_calls_that_differ_are_found():
     assert differing_calls(worlds, inputs, first, 4) == [1, 3]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_thousand_calls_with_late_ranks_and_roles(size, dispatch, monkeypatch):
+@pytest.mark.parametrize(
+    ("size", "dispatch", "combine"),
+    [(2, "gather", "push"), (2, "blocks", "pull"), (4, "warps", "pull"), (4, "blocks", "push"), (4, "gather", "push")],
+)
+def test_a_thousand_calls_with_late_ranks_and_roles(size, dispatch, combine, monkeypatch):
     """Whatever a rank launches that waits, or is waited for, is held up at random on its stream: barriers, GEMMs,
     combine, and blocks that dispatch. Mostly by 20 us at most, about a kernel's time, rarely by 1 ms."""
     worlds = emulate(size)
     shape = ([40, 130, 0, 9][:size], 3, 7, 136, 64)
     cases = [Case(*shape, dtype=BF16, device="cuda", seed=seed) for seed in range(3)]
-    inputs = [on_every_rank(worlds, gpu_ranks.prepare, case, dispatch) for case in cases]
+    inputs = [on_every_rank(worlds, gpu_ranks.prepare, case, dispatch, combine) for case in cases]
     first = first_results(worlds, cases, inputs)
     generator = random.Random(size)
     num_late = 0
@@ -237,12 +249,14 @@ def test_a_thousand_calls_with_late_ranks_and_roles(size, dispatch, monkeypatch)
         (fused, "launch_dispatch"),
         (fused, "launch_gemm_with_movers"),
         (fused, "launch_gemm"),
+        (fused, "launch_gemm_with_source"),
+        (fused, "launch_gemm_with_destination"),
         (fused, "launch_combine"),
     ):
         monkeypatch.setattr(module, name, hold_up(getattr(module, name)))
     assert differing_calls(worlds, inputs, first, 1000) == []
-    # Two barriers, two GEMMs and combine, and the blocks that dispatch where no warps do.
-    assert num_late == 1000 * size * (5 if dispatch == "warps" else 6)
+    # Two barriers, two GEMMs and combine; the blocks that dispatch where no warps do; a barrier behind pushed results.
+    assert num_late == 1000 * size * (5 + (dispatch == "blocks") + (combine == "push"))
 
 
 @pytest.mark.parametrize("priority", [0, -1])
@@ -342,10 +356,11 @@ def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
     assert all(torch.equal(a, b) for a, b in zip(again, wanted[0], strict=True))
 
 
-def test_a_rank_that_stalls_ends_in_an_error_on_all():
+@pytest.mark.parametrize("combine", ["push", "pull"])
+def test_a_rank_that_stalls_ends_in_an_error_on_all(combine):
     worlds = emulate(2, timeout_seconds=2.0)
     case = Case([40, 40], 2, 4, 136, 64, place="remote", dtype=BF16, device="cuda")
-    inputs = on_every_rank(worlds, gpu_ranks.prepare, case)
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, None, combine)
     on_every_rank(worlds, gpu_ranks.forward, inputs)
     synchronize(worlds)
     out = on_every_rank(worlds[:1], gpu_ranks.forward, inputs)[0]
@@ -364,7 +379,7 @@ def test_a_rank_that_stalls_ends_in_an_error_on_all():
     rank, record = records[0]
     assert records[1] == records[0]
     assert (rank, record.writer) == (0, 1)
-    assert record.slot >= 0
+    assert record.slot == BARRIER_SLOT if combine == "push" else record.slot >= 0
     assert record.expected == record.seen + 1
     assert out.isnan().any()
 
@@ -381,8 +396,10 @@ def test_errors():
         tilecrew.moe_forward(
             *(t.cpu() for t in (own.x, own.ids, own.weights, own.w_gate_up, own.w_down)), world=worlds[0], capacity=5
         )
-    with pytest.raises(ValueError, match="dispatch must be None or one of warps, blocks"):
+    with pytest.raises(ValueError, match="dispatch must be None or one of warps, blocks, gather"):
         MoEWorkspace(worlds[0], case.sizes, dispatch="pigeons")
+    with pytest.raises(ValueError, match="combine must be None or one of push, pull"):
+        MoEWorkspace(worlds[0], case.sizes, combine="pigeons")
     for number in (0, worlds[0].num_sms):
         with pytest.raises(ValueError, match="num_comm_blocks must be at least 1 and less than"):
             MoEWorkspace(worlds[0], case.sizes, num_comm_blocks=number)

@@ -10,6 +10,7 @@ import tilecrew
 from tests.moe.world_cases import assert_rows_close, bound_of
 from tilecrew.moe import fused, interleave_gate_up
 from tilecrew.moe.experts import SWIGLU
+from tilecrew.moe.schedule import DispatchLoad
 from tilecrew.moe.workspace import MoEWorkspace
 
 TIMEOUT_SECONDS = 5.0  # of waits in worlds of tests
@@ -52,14 +53,19 @@ def joined(case, gate, up):
     return torch.cat((gate, up), -1)
 
 
-def prepare(world, case, dispatch=None):
+def prepare(world, case, dispatch=None, combine=None):
     """This rank's workspace, made where there is none, and inputs."""
     if case.sizes not in world.workspaces:
-        MoEWorkspace(world, case.sizes, dispatch=dispatch)
+        MoEWorkspace(world, case.sizes, dispatch=dispatch, combine=combine)
     inputs = Inputs(case, world.rank)
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     return inputs
+
+
+def far_load(size):
+    """DispatchLoad for emulated ranks as if each had a GPU."""
+    return lambda problem, num_rows, num_ranks, num_sms, share: DispatchLoad(problem, num_rows, size, num_sms, share)
 
 
 def forward(world, inputs):
@@ -87,11 +93,12 @@ def steps(worlds, case, inputs):
 
     def share(world):
         own, workspace = inputs[world.rank], world.workspaces[case.sizes]
-        kept[world.rank] = workspace, own, workspace.share_tokens(own.x, own.ids, own.weights)
+        routing = workspace.share_tokens(own.x, own.ids, own.weights, brings=workspace.gathers)
+        kept[world.rank] = workspace, own, routing
 
     def dispatch(world):
         workspace, own, routing = kept[world.rank]
-        rows = own.x.new_empty(workspace.num_rows, own.x.shape[1])
+        rows = None if workspace.gathers else own.x.new_empty(workspace.num_rows, own.x.shape[1])
         hidden = own.x.new_empty(workspace.num_rows, own.w_down.shape[1])
         fused.dispatch_gemm(workspace, routing, own.w_gate_up, SWIGLU, rows, hidden)
         kept[world.rank] = workspace, own, routing, hidden

@@ -73,6 +73,28 @@ def test_tables_and_values(size):
             assert out[route] == (values[source].local[row] if source >= 0 else 0)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_bring(size):
+    """Tokens that have a route to the rank, and no others."""
+    ranks = Ranks(size)
+    ids = ranks.parallel((NUM_TOKENS, TOP_K), torch.int32)
+    for rank in range(size):
+        ids[rank].local.copy_(ranks.ids[rank])
+    for rank in range(size):
+        near = torch.full((size - 1, NUM_TOKENS, COLUMNS), float("nan"), dtype=torch.float16)
+        x = ranks.x[rank]
+        kernel_dispatch_gemm.bring_kernel[((size - 1) * 3,)](
+            (x.local, x.offsets, ids[rank].local, ids[rank].offsets), near, rank, size, NUM_TOKENS, 2 * rank,
+            2 * rank + 2, COLUMNS, TOP_K=TOP_K, ROWS=8, COLUMNS=64,
+        )  # fmt: skip
+        for slot in range(size - 1):
+            peer = (rank + 1 + slot) % size
+            is_needed = (ranks.ids[peer] // 2 == rank).any(1)
+            assert 0 < is_needed.sum() < NUM_TOKENS
+            assert torch.equal(near[slot, is_needed], ranks.x[peer].local[is_needed])
+            assert near[slot, ~is_needed].isnan().all()
+
+
 def pulled(ranks, rank):
     """Rows of other ranks; NaN for the others."""
     staged = torch.full((NUM_TOKENS * TOP_K, COLUMNS), float("nan"), dtype=torch.float16)
@@ -82,12 +104,26 @@ def pulled(ranks, rank):
     return staged
 
 
-def combine(ranks, rank, epoch, weights, base, tokens=8, staged=None):
+def returned(ranks, rank):
+    """Rows of all ranks, by route; NaN where there is none."""
+    rows = torch.full((NUM_TOKENS * TOP_K, COLUMNS), float("nan"), dtype=torch.float16)
+    for route, (source, row) in enumerate(ranks.routings[rank].combine_indices.tolist()):
+        if source >= 0:
+            rows[route] = ranks.y[source].local[row]
+    return rows
+
+
+def combine(ranks, rank, epoch, weights, base, tokens=8, where="peers"):
     world, routing, y, slots = ranks.worlds[rank], ranks.routings[rank], ranks.y[rank], ranks.slots[rank].cells.local
     out = torch.full((NUM_TOKENS, COLUMNS), 7.0, dtype=torch.float16)
+    flags = (torch.tensor([epoch], dtype=torch.int32), slots)
+    if where == "returned":
+        rows, flags = 2 * (returned(ranks, rank),), (None, None)
+    else:
+        rows = (y.local, y.offsets if where == "peers" else pulled(ranks, rank))
     kernel_gemm_combine.combine_kernel[(3,)](
-        (y.local, y.offsets if staged is None else staged, routing.combine_indices, weights, base, out),
-        (torch.tensor([epoch], dtype=torch.int32), slots, world.control.local, world.control.offsets),
+        (*rows, routing.combine_indices, weights, base, out),
+        (*flags, world.control.local, world.control.offsets),
         rank,
         world.size,
         NUM_TOKENS,
@@ -96,20 +132,23 @@ def combine(ranks, rank, epoch, weights, base, tokens=8, staged=None):
         TOP_K=TOP_K,
         TOKENS=tokens,
         COLUMNS=64,
-        STAGED=staged is not None,
+        WHERE=where,
     )
     return out
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
-@pytest.mark.parametrize(("size", "tokens", "pulls"), [(1, 8, False), (3, 8, False), (3, 1, False), (3, 8, True)])
-def test_combine(size, tokens, pulls, has_weights):
+@pytest.mark.parametrize(
+    ("size", "tokens", "where"),
+    [(1, 8, "peers"), (3, 8, "peers"), (3, 1, "peers"), (3, 8, "staged"), (1, 8, "returned"), (3, 8, "returned")],
+)
+def test_combine(size, tokens, where, has_weights):
     ranks = Ranks(size)
     for rank, routing in enumerate(ranks.routings):
         ranks.slots[rank].cells.local.fill_(-(2**31))  # the epoch that follows 2^31 - 1
         weights = torch.rand(NUM_TOKENS, TOP_K) if has_weights else None
         base = torch.randn(NUM_TOKENS, COLUMNS).to(torch.float16) if has_weights else None
-        out = combine(ranks, rank, 2**31 - 1, weights, base, tokens, pulled(ranks, rank) if pulls else None)
+        out = combine(ranks, rank, 2**31 - 1, weights, base, tokens, where)
         table = routing.combine_indices.view(NUM_TOKENS, TOP_K, 2).tolist()
         for token in range(NUM_TOKENS):
             total = torch.zeros(COLUMNS)

@@ -50,7 +50,7 @@ def forward(worlds, case, dispatch):
 
     def dispatch_gemm(world):
         own, workspace = inputs[world.rank], world.workspaces[case.sizes]
-        rows = own.x.new_empty(workspace.num_rows, own.x.shape[1])
+        rows = None if workspace.gathers else own.x.new_empty(workspace.num_rows, own.x.shape[1])
         hidden = own.x.new_empty(workspace.num_rows, own.w_down.shape[1])
         fused.dispatch_gemm(workspace, routings[world.rank], own.w_gate_up, SWIGLU, rows, hidden)
         return hidden
@@ -59,6 +59,9 @@ def forward(worlds, case, dispatch):
 
     def second_gemm(world):
         own, workspace = inputs[world.rank], world.workspaces[case.sizes]
+        if workspace.combine == "push":
+            fused.launch_gemm_with_destination(workspace, routings[world.rank], hidden[world.rank], own.w_down)
+            return
         arguments = (
             hidden[world.rank],
             own.w_down,

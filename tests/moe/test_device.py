@@ -35,6 +35,9 @@ def test_compiles(name, version, reports):
         assert re.search(WIDE_LOAD, ptx)
         assert re.search(r"st\.global\.v4\.b32", ptx)
         assert not re.search(r"ld\.global\.(cg\.b16|nc)", ptx)
+    if name == "bring":
+        assert len(re.findall(WIDE_LOAD, ptx)) == len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
+        assert not re.search(r"ld\.global\.(ca|nc)", ptx)
     if name in ("dispatch", "pull"):
         # Four movers, whose 16 warps fill a multiprocessor's registers and shared memory: there is one block on it.
         assert found["resources"]["registers"] <= 128
@@ -58,7 +61,7 @@ def test_compiles(name, version, reports):
         assert "st.release.sys.global.b32" in ptx  # where a wait fails
     if name == "combine":
         assert len(re.findall(WIDE_LOAD, ptx)) == 2 * 8  # unrolled, 16 columns a thread
-    if name.startswith(("GEMM behind", "GEMM with")):
+    if name.startswith(("GEMM behind", "GEMM with movers")):
         assert "ld.acquire.gpu.global.b32" in ptx
     if name.startswith("GEMM"):
         resources = found["resources"]
@@ -68,5 +71,12 @@ def test_compiles(name, version, reports):
         assert re.search(ASYNCHRONOUS_COPY, ptx)  # 16 bytes, or zeros
         assert not re.search(r"cp\.async\.ca|cp\.async\.cg.*, 0x[48],", ptx)
         assert "gpu.release.add" in ptx
+    if name == "GEMM with destination":
+        # 16 bytes of a lane: four pieces of four rows by each of two consumers. Entries before the products.
+        assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * 4 * 4
+        assert "cp.async.bulk.tensor.2d.global" not in ptx
+    if name == "GEMM with source":
+        assert len(re.findall(ASYNCHRONOUS_COPY, ptx)) == 8
+        assert not re.search(r"cp\.async\.ca|cp\.async\.cg.*, 0x[48],", ptx)
     if name == "GEMM in front of combine":
         assert ptx.index("atom.global.gpu.acq_rel.add") < ptx.index("fence.acq_rel.sys") < ptx.index("st.release.sys")

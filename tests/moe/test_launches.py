@@ -20,9 +20,9 @@ def recorder(monkeypatch):
     return traced_launches.install(monkeypatch)
 
 
-def make_workspaces(recorder, worlds, sizes, dispatch="warps"):
+def make_workspaces(recorder, worlds, sizes, dispatch="warps", combine=None):
     with recorder:
-        recorder.on_every_rank(worlds, lambda world: MoEWorkspace(world, sizes, dispatch=dispatch))
+        recorder.on_every_rank(worlds, lambda world: MoEWorkspace(world, sizes, dispatch=dispatch, combine=combine))
 
 
 def forward_and_backward(recorder, worlds, inputs):
@@ -35,25 +35,29 @@ def forward_and_backward(recorder, worlds, inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "dispatch", "pulls"),
+    ("size", "dispatch", "combine", "is_beside"),
     [
-        (1, "warps", False),
-        (2, "warps", False),
-        (2, "blocks", False),
-        (3, "warps", True),
-        (3, "blocks", True),
+        (1, "gather", "push", False),
+        (2, "gather", "push", False),
+        (1, "warps", "push", False),
+        (1, "warps", "pull", False),
+        (2, "warps", "push", False),
+        (2, "warps", "pull", False),
+        (2, "blocks", "push", False),
+        (2, "blocks", "pull", False),
+        (3, "warps", "pull", True),
+        (3, "blocks", "pull", True),
     ],
 )
-def test_no_deadlock_and_nothing_loaded_late(size, dispatch, pulls, recorder, monkeypatch):
+def test_no_deadlock_and_nothing_loaded_late(size, dispatch, combine, is_beside, recorder, monkeypatch):
     """All worlds of one process draw from torch's streams, which come again."""
-    if pulls:
-        monkeypatch.setattr(workspace, "pulls_results", lambda capacity, is_emulated: True)
+    monkeypatch.setattr(workspace, "pulls_beside", lambda capacity, is_emulated: is_beside)
     worlds = recorder.worlds(size)
     for name, case in world_cases.cases(size, BF16).items():
-        if case.shared or ((size, dispatch) != (2, "warps") and name not in FEW):
+        if case.shared or ((size, dispatch, combine) != (2, "warps", "push") and name not in FEW):
             continue
         recorder.clear()
-        make_workspaces(recorder, worlds, case.sizes, dispatch)
+        make_workspaces(recorder, worlds, case.sizes, dispatch, combine)
         assert recorder.drain(size) == [], name
         assert not any(entry.kind == "barrier" for entry in recorder.log)
         loaded, operators = recorder.kernels(), set(recorder.operators)
@@ -63,7 +67,30 @@ def test_no_deadlock_and_nothing_loaded_late(size, dispatch, pulls, recorder, mo
         assert recorder.kernels() <= loaded, name
         assert recorder.operators <= operators, name
         assert recorder.host_waits == 0, name
-        assert any(entry.name == "pull_kernel" for entry in recorder.log) == pulls, name
+        assert any(entry.name == "pull_kernel" for entry in recorder.log) == is_beside, name
+
+
+@pytest.mark.slow
+def test_tokens_of_other_gpus_are_there_before_they_are_gathered(recorder, monkeypatch):
+    """The GEMM that gathers is behind the side stream, which is behind the barrier of the tokens."""
+    monkeypatch.setattr(workspace, "DispatchLoad", gpu_ranks.far_load(2))
+    worlds = recorder.worlds(2)
+    case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
+    make_workspaces(recorder, worlds, case.sizes, "gather")
+    inputs = [gpu_ranks.Inputs(case, rank) for rank in range(2)]
+    forward_and_backward(recorder, worlds, inputs)
+    assert recorder.drain(2) == []
+    for world in worlds:
+        own = [entry for entry in recorder.log if entry.rank == world.rank]
+        side = world.side_stream.name
+        gemm = next(number for number, entry in enumerate(own) if "place_of_token" in entry.key)
+        waits = [number for number, entry in enumerate(own) if entry.kind == "wait"]
+        to_side = [number for number in waits if own[number].stream == side]
+        bring = next(number for number, entry in enumerate(own) if entry.name == "bring_kernel")
+        assert own[bring].stream == side
+        barriers = [number for number, entry in enumerate(own) if entry.kind == "barrier"]
+        assert barriers[1] < to_side[0] < bring < gemm
+        assert any(bring < number < gemm and own[number].stream == world.stream.name for number in waits)
 
 
 def test_sides_are_no_streams_of_ranks(recorder):
@@ -109,14 +136,15 @@ def test_serial_ranks_wait_for_nothing_that_comes_later(size, dispatch, recorder
 
 
 @pytest.mark.slow
-def test_ranks_wait_for_what_comes_later(recorder):
+@pytest.mark.parametrize(("combine", "waiting"), [("push", {"barrier"}), ("pull", {"barrier", "combine_kernel"})])
+def test_ranks_wait_for_what_comes_later(combine, waiting, recorder):
     """What the test above would see."""
     worlds = recorder.worlds(2)
     case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
-    make_workspaces(recorder, worlds, case.sizes)
+    make_workspaces(recorder, worlds, case.sizes, combine=combine)
     recorder.clear()
     recorder.on_every_rank(worlds, gpu_ranks.forward, [gpu_ranks.Inputs(case, rank) for rank in range(2)])
-    assert set(recorder.waits_for_later(2)) == {"barrier", "combine_kernel"}
+    assert set(recorder.waits_for_later(2)) == waiting
 
 
 def test_loading_takes_what_peers_have_for_no_routes(recorder, monkeypatch):

@@ -34,13 +34,13 @@ def test_steps_of_a_call():
     assert run_processes(processes_steps, 2, **OPTIONS) == [True, True]
 
 
-def processes_check(world, names):
+def processes_check(world, names, dispatch, combine):
     cases = world_cases.cases(world.size, BF16, world.device)
     for name in names:
         case = cases[name]
         print(f"rank {world.rank}: {name}", flush=True)  # shown where the test fails
         wanted = case.expected()
-        inputs = {world.rank: gpu_ranks.prepare(world, case)}
+        inputs = {world.rank: gpu_ranks.prepare(world, case, dispatch, combine)}
         with watchdog.watch([world], f"{name!r} of rank {world.rank}"):
             compare(world, case, inputs, wanted)
     return True
@@ -63,7 +63,11 @@ def compare(world, case, inputs, wanted):
 @pytest.mark.parametrize("names", [NAMES[start::4] for start in range(4)], ids=lambda names: names[0])
 def test_two_processes(names):
     """Some cases in each: their kernels are compiled first, which takes longer than they run."""
-    assert run_processes(processes_check, 2, names, **OPTIONS) == [True, True]
+    assert run_processes(processes_check, 2, names, None, None, **OPTIONS) == [True, True]
+
+
+def test_two_processes_that_move_rows_and_pull_results():
+    assert run_processes(processes_check, 2, NAMES[::4], "blocks", "pull", **OPTIONS) == [True, True]
 
 
 def processes_graph(world):

@@ -17,7 +17,7 @@ from tests.moe.test_mover import copy_at_once, no_group, nothing_to_wait_for
 from tests.parallel.test_notify import no_fence, part_of_one_vector, store_flag
 from tilecrew.device.compat import gl, gluon
 from tilecrew.device.launch import Launch
-from tilecrew.grouped_gemm import kernel_grouped_gemm
+from tilecrew.grouped_gemm import crew_scatter, kernel_grouped_gemm
 from tilecrew.moe import crew_ring, kernel_gemm_combine
 from tilecrew.moe.routing import build_routing
 from tilecrew.simulator import run
@@ -53,6 +53,24 @@ def rows_in_one_tensor(y, address):
 
 
 @gluon.jit
+def place_of_route_in_one_tensor(entries, tensors):
+    num_routes = gl.load(tensors[3])
+    num_columns = gl.load(tensors[3] + 1)
+    rank = entries // num_routes
+    return gl.load(tensors[2] + rank) // 2 + (entries - rank * num_routes).to(gl.int64) * num_columns + FAR
+
+
+@gluon.jit
+def rows_of_output(output, addresses):
+    return output + (addresses - FAR)
+
+
+@triton.jit
+def row_of_returned(y, row, num_columns):
+    return row * num_columns + FAR
+
+
+@gluon.jit
 def row_in_one_tensor(y, offset, row, num_columns):
     return y + (offset // 2 + gl.maximum(row, 0).to(gl.int64) * num_columns)
 
@@ -60,6 +78,7 @@ def row_in_one_tensor(y, offset, row, num_columns):
 @pytest.fixture
 def simulated_words(monkeypatch):
     monkeypatch.setattr(crew_ring, "row_of_peer", row_in_one_tensor)
+    monkeypatch.setattr(crew_scatter, "rows_at", rows_of_output)
     monkeypatch.setattr(crew_ring, "async_copy_to_shared", copy_at_once)
     monkeypatch.setattr(crew_ring, "commit_copies", no_group)
     monkeypatch.setattr(crew_ring, "wait_for_copies", nothing_to_wait_for)
@@ -80,7 +99,8 @@ def offsets_from(rank, tensor):
 class Ranks:
     """Tables, rows and flags of both ranks, and their launches."""
 
-    def __init__(self):
+    def __init__(self, num_consumers=2):
+        self.num_consumers = num_consumers
         ids = random_ids(SIZE * NUM_TOKENS, TOP_K, 2 * SIZE, kind="some missing").view(SIZE, NUM_TOKENS, TOP_K)
         self.routings = [build_routing(ids, num_experts=2 * SIZE, rank=rank) for rank in range(SIZE)]
         num_rows = self.routings[0].row_routes.shape[0]
@@ -89,6 +109,7 @@ class Ranks:
         self.weights = torch.rand(SIZE, NUM_TOKENS, TOP_K)
         self.y = torch.empty(SIZE, num_rows, COLUMNS, dtype=torch.bfloat16)
         self.out = torch.empty(SIZE, NUM_TOKENS, COLUMNS, dtype=torch.bfloat16)
+        self.returned = torch.empty(SIZE, NUM_TOKENS * TOP_K, COLUMNS, dtype=torch.bfloat16)
         self.staged = torch.empty(SIZE, NUM_TOKENS * TOP_K, COLUMNS, dtype=torch.bfloat16)
         self.slots = torch.empty(SIZE, num_rows // 128, SIZE, dtype=torch.int32)
         self.arrivals = torch.zeros(SIZE, num_rows // 128, dtype=torch.int32)
@@ -99,16 +120,33 @@ class Ranks:
         self.y.fill_(float("nan"))
         self.out.fill_(float("nan"))
         self.staged.fill_(float("nan"))
+        self.returned.fill_(float("nan"))
         self.slots.fill_(2**31 - 1)
 
     def gemm(self, rank):
         place = torch.tensor([rank, SIZE], dtype=torch.int32)
         tensors = (self.arrivals[rank], self.epoch, self.slots[rank], offsets_from(rank, self.slots), place)
         hooks = kernel_grouped_gemm.Hooks(landed=kernel_gemm_combine.notify_sources, landed_tensors=tensors)
-        offs, tiles = self.routings[rank].offs, sizes_of(WIDE, 2)
+        offs, tiles = self.routings[rank].offs, sizes_of(WIDE, self.num_consumers)
         return kernel_grouped_gemm.launch(
             self.hidden[rank], self.w[rank], offs, self.y[rank], tiles, 2, hooks, writes_tail=False
         )
+
+    def pushing_gemm(self, rank):
+        returned, sizes = self.returned, torch.tensor([NUM_TOKENS * TOP_K, COLUMNS], dtype=torch.int32)
+        tensors = (self.routings[rank].row_routes, returned[rank], offsets_from(rank, returned), sizes)
+        hooks = kernel_grouped_gemm.Hooks(destination=place_of_route_in_one_tensor, destination_tensors=tensors)
+        offs, tiles = self.routings[rank].offs, sizes_of(WIDE, self.num_consumers)
+        return kernel_grouped_gemm.launch(
+            self.hidden[rank], self.w[rank], offs, returned[rank], tiles, 2, hooks, writes_tail=False
+        )
+
+    def combine_returned(self, rank):
+        table, weights = self.routings[rank].combine_indices, self.weights[rank]
+        tensors = (self.returned[rank], self.returned[rank], table, weights, None, self.out[rank])
+        arguments = (tensors, (None, None, self.control, self.control), rank, SIZE, NUM_TOKENS, COLUMNS, 10**10)
+        options = {"TOP_K": TOP_K, "TOKENS": 4, "COLUMNS": 256, "WHERE": "returned", "num_warps": 4}
+        return Launch(kernel_gemm_combine.combine_kernel, 2, arguments, options)
 
     def pull(self, rank):
         tensors = (
@@ -127,7 +165,7 @@ class Ranks:
         tensors = (self.y[rank], offsets_from(rank, self.y), table, weights, None, self.out[rank])
         flags = (self.epoch, self.slots[rank], self.control, self.control)
         arguments = (tensors, flags, rank, SIZE, NUM_TOKENS, COLUMNS, 10**10)
-        options = {"TOP_K": TOP_K, "TOKENS": 4, "COLUMNS": 256, "STAGED": False, "num_warps": 4}
+        options = {"TOP_K": TOP_K, "TOKENS": 4, "COLUMNS": 256, "WHERE": "peers", "num_warps": 4}
         return Launch(kernel_gemm_combine.combine_kernel, 2, arguments, options)
 
     def wanted(self, rank):
@@ -184,6 +222,22 @@ def test_rows_are_pulled_beside_the_gemms(simulated_words):
             assert is_remote.any()
             assert torch.equal(ranks.staged[rank, is_remote], ranks.y[writers[is_remote], rows[is_remote]])
             assert ranks.staged[rank, ~is_remote].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_consumers", [1, 2])
+def test_rows_go_to_their_tokens(num_consumers, simulated_words, monkeypatch):
+    monkeypatch.setattr(kernel_gemm_combine, "address_in", row_of_returned)
+    ranks = Ranks(num_consumers)
+    ranks.reset()
+    run.simulate([ranks.pushing_gemm(rank) for rank in range(SIZE)], 0)
+    run.simulate([ranks.combine_returned(rank) for rank in range(SIZE)], 0)
+    for rank, routing in enumerate(ranks.routings):
+        wanted = ranks.wanted(rank)
+        assert (ranks.out[rank].double() - wanted).norm() <= 6e-3 * wanted.norm()
+        # Every route has a row, of all of whose columns are numbers, and nothing else is written.
+        assert torch.equal(ranks.returned[rank].isnan().any(1), routing.combine_indices[:, 0] < 0)
+        assert torch.equal(ranks.returned[rank].isnan().all(1), routing.combine_indices[:, 0] < 0)
 
 
 @pytest.mark.slow

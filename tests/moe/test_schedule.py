@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from tests.grouped_gemm.problems import H200
 from tilecrew._hardware import hardware_of
@@ -16,9 +17,11 @@ from tilecrew.moe.schedule import (
     NUM_MOVERS,
     DispatchLoad,
     combine_options,
+    gathers,
     num_gemm_blocks,
+    pick_combine,
     pick_dispatch,
-    pulls_results,
+    pulls_beside,
     ring_options,
     with_mover,
 )
@@ -72,10 +75,53 @@ def test_mma_sync_has_no_mover():
         pick(with_mover(PROBLEM), H200, "mma_sync")
 
 
-def test_results_are_pulled_where_they_are_far_and_many():
-    assert pulls_results(512, is_emulated=False)
-    assert not pulls_results(511, is_emulated=False)
-    assert not pulls_results(8192, is_emulated=True)
+@pytest.mark.parametrize(
+    ("dispatch", "hardware", "expected"),
+    [
+        (None, H200, True),
+        ("gather", H200, True),
+        ("warps", H200, False),
+        ("blocks", H200, False),
+        (None, SM_120, False),
+        (None, hardware_of(torch.device("cpu")), False),
+    ],
+)
+def test_tokens_are_gathered_where_the_kernel_can(dispatch, hardware, expected):
+    assert gathers(dispatch, PROBLEM, hardware) == expected
+
+
+def test_gathering_that_cannot_run():
+    with pytest.raises(ValueError, match="dispatch='gather' cannot run: "):
+        gathers("gather", PROBLEM, SM_120)
+    # Rows that gradients need are moved as without a choice.
+    load = DispatchLoad(PROBLEM, 16384, 1, 132)
+    assert pick_dispatch("gather", load, H200, 16384) == pick_dispatch(None, load, H200, 16384)
+
+
+def test_results_are_pushed_where_the_kernel_can():
+    assert pick_combine(None, PROBLEM, H200) == "push"
+    assert pick_combine("pull", PROBLEM, H200) == "pull"
+    assert pick_combine(None, PROBLEM, hardware_of(torch.device("cpu"))) is None
+    assert pick_combine(None, PROBLEM, SM_120) == "pull"
+    with pytest.raises(ValueError, match="combine='push' cannot run: "):
+        pick_combine("push", PROBLEM, SM_120)
+    with pytest.raises(ValueError, match="combine must be None or one of push, pull, got 'send'"):
+        pick_combine("send", PROBLEM, H200)
+    with pytest.raises(ValueError, match="combine must be None on the CPU"):
+        pick_combine("pull", PROBLEM, hardware_of(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("implementation", ["mma_sync", "portable"])
+def test_others_have_no_rows_with_addresses(implementation):
+    problem = dataclasses.replace(PROBLEM, scatters=True, has_gate=False)
+    with pytest.raises(ValueError, match="it scatters no rows"):
+        pick(problem, H200, implementation)
+
+
+def test_results_are_pulled_beside_where_they_are_far_and_many():
+    assert pulls_beside(512, is_emulated=False)
+    assert not pulls_beside(511, is_emulated=False)
+    assert not pulls_beside(8192, is_emulated=True)
 
 
 def test_combine_options():

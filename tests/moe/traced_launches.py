@@ -157,8 +157,8 @@ class Recorder(TorchDispatchMode):
         ]
 
     def _partners(self, size):
-        """Barrier -> the barriers of all ranks; pull and combine -> the GEMMs of all ranks that notify; None: not
-        launched."""
+        """Barrier -> the barriers of all ranks; pull and combine -> the GEMMs of all ranks that notify, but for results
+        that are pushed, behind a barrier; None: not launched."""
         barriers, combines, sources, pulls = ([[] for _ in range(size)] for _ in range(4))
         told = {}  # the GEMM in front of a rank's next combine
         for number, entry in enumerate(self.log):
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
                 told[entry.rank] = (number,)
             elif entry.name == "pull_kernel":
                 pulls[entry.rank].append(number)
-            elif entry.name == "combine_kernel":
+            elif entry.name == "combine_kernel" and "returned" not in entry.key:
                 combines[entry.rank].append(number)
                 sources[entry.rank].append(told.pop(entry.rank, ()))
         partners = {}

@@ -32,7 +32,7 @@ from tilecrew._hardware import hardware_of
 from tilecrew.benchmark.moe_cases import ROUTINGS, SHAPES, TARGETS, Case, Row
 from tilecrew.benchmark.moe_measure import measure_emulated, measure_process
 from tilecrew.benchmark.processes import Processes
-from tilecrew.moe.schedule import DISPATCHES
+from tilecrew.moe.schedule import COMBINES, DISPATCHES
 
 LONGEST_TIMING = 3.0  # seconds of a case
 DEFAULT_RANKS = {"cuda": "1,2,4,8", "cpu": "1,2"}
@@ -41,7 +41,7 @@ DEFAULT_TOKENS = {"cuda": 1024, "cpu": 64}
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; made by `settings_of`. dispatch and num_comm_blocks: None as tilecrew chooses."""
+    """What is measured; made by `settings_of`. dispatch, combine and num_comm_blocks: None as tilecrew chooses."""
 
     device: torch.device
     shapes: tuple[str, ...]
@@ -49,6 +49,7 @@ class Settings:
     ranks: tuple[int, ...]
     num_tokens: int
     dispatch: str | None
+    combine: str | None
     num_comm_blocks: int | None
     seconds: float
     json: Path | None
@@ -62,6 +63,7 @@ def settings_of(
     ranks: str = "",
     tokens: int | None = None,
     dispatch: str = "",
+    combine: str = "",
     num_comm_blocks: int | None = None,
     seconds: float = 120.0,
     json: Path | None = None,
@@ -75,6 +77,8 @@ def settings_of(
         raise ValueError(f"--routing must be {', '.join(ROUTINGS)} or both, got {routing!r}")
     if dispatch and dispatch not in DISPATCHES:
         raise ValueError(f"--dispatch must be one of {', '.join(DISPATCHES)}, got {dispatch!r}")
+    if combine and combine not in COMBINES:
+        raise ValueError(f"--combine must be one of {', '.join(COMBINES)}, got {combine!r}")
     numbers = [part.strip() for part in (ranks or DEFAULT_RANKS[device.type]).split(",")]
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
         raise ValueError(f"--ranks must be positive numbers with commas, got {ranks!r}")
@@ -87,6 +91,7 @@ def settings_of(
         tuple(int(number) for number in numbers),
         tokens or DEFAULT_TOKENS[device.type],
         dispatch or None,
+        combine or None,
         num_comm_blocks,
         seconds,
         json,
@@ -151,7 +156,11 @@ def _cases(settings: Settings, processes: Processes | None) -> list[Case]:
 
 
 def _measure(case: Case, settings: Settings, processes: Processes | None, seconds: float) -> Row:
-    forms = {"dispatch": settings.dispatch, "num_comm_blocks": settings.num_comm_blocks}
+    forms = {
+        "dispatch": settings.dispatch,
+        "combine": settings.combine,
+        "num_comm_blocks": settings.num_comm_blocks,
+    }
     if processes is not None:
         return measure_process(case, processes, forms, seconds)
     return measure_emulated(case, settings.device, forms, seconds)
@@ -163,8 +172,9 @@ def lines_of(row: Row) -> list[str]:
     if row.predicted is not None:
         form += f", predicted dispatch_gemm {row.predicted:.3f} ms"
     lines = [
-        f"{row.case}, dispatch {row.dispatch or 'by torch'}, {form}; routes of the hottest expert "
-        f"{row.hottest_expert:.1f}, of the busiest rank {row.busiest_rank:.2f} times the mean"
+        f"{row.case}, dispatch {row.dispatch or 'by torch'}, combine {row.combine or 'by torch'}, {form}; "
+        f"routes of the hottest expert {row.hottest_expert:.1f}, of the busiest rank {row.busiest_rank:.2f} times the "
+        "mean"
     ]
     for name, value in row.milliseconds.items():
         rate = row.teraflops.get(name)

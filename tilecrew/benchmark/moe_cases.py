@@ -11,7 +11,8 @@ from tilecrew.moe.routing import expert_range
 ROUTINGS = ("uniform", "skewed")
 LAYER, GRAPH, ONE_RANK, ALL_TO_ALL = "layer", "layer, graph", "torch, one rank", "all-to-all"
 # What bounds each fused part: its product alone and its transfer alone, of which the slower one remains at best.
-BOUNDS = {"dispatch_gemm": ("first_gemm", "copy"), "gemm_combine": ("second_gemm", "combine")}
+# What a fused part joins; of it what has been measured, but the first two at least.
+BOUNDS = {"dispatch_gemm": ("first_gemm", "copy"), "gemm_combine": ("second_gemm", "combine", "transfer")}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Row:
 
     hottest_expert    routes of the expert that has most, over the mean of all experts
     busiest_rank      routes of the rank that has most, over the mean of all ranks
-    dispatch          how rows are moved, None on the CPU, and how many blocks communicate
+    dispatch, combine, num_comm_blocks    how rows and results are moved, None on the CPU, and how many blocks do
     predicted         milliseconds of dispatch_gemm by the model of moe.schedule, None for other forms
     milliseconds      of the layer, its parts, and what stands beside it; a wrong result has none
     teraflops         of the whole layers among them
@@ -71,6 +72,7 @@ class Row:
     hottest_expert: float
     busiest_rank: float
     dispatch: str | None
+    combine: str | None
     num_comm_blocks: int
     predicted: float | None
     milliseconds: dict[str, float]
@@ -89,9 +91,10 @@ def ratios_of(milliseconds: dict[str, float]) -> tuple[dict[str, float], dict[st
     """bounds and ratios of a Row: of what has been measured."""
     bounds, ratios = {}, {}
     for fused, alone in BOUNDS.items():
-        if all(name in milliseconds for name in alone):
-            name = f"max({', '.join(alone)})"
-            bounds[name] = max(milliseconds[part] for part in alone)
+        if all(name in milliseconds for name in alone[:2]):
+            measured = [part for part in alone if part in milliseconds]
+            name = f"max({', '.join(measured)})"
+            bounds[name] = max(milliseconds[part] for part in measured)
             if fused in milliseconds:
                 ratios[f"{fused} / {name}"] = milliseconds[fused] / bounds[name]
     for other in (ONE_RANK, ALL_TO_ALL):

@@ -19,14 +19,14 @@ from tilecrew.benchmark.moe_cases import (
     tokens_of,
     weights_of,
 )
-from tilecrew.benchmark.moe_parts import PARTS, Rank
+from tilecrew.benchmark.moe_parts import PARTS, PROCESS_PARTS, Rank
 from tilecrew.benchmark.moe_torch import all_to_all_layer, one_rank_layer, require_right
 from tilecrew.benchmark.processes import Processes, graph_of, reason_of, slowest_in_turn
 from tilecrew.benchmark.timing import in_turn
 from tilecrew.moe.workspace import MoESizes
 from tilecrew.parallel.world import World, on_every_rank
 
-Forms = dict[str, Any]  # dispatch and num_comm_blocks, as MoEWorkspace takes them
+Forms = dict[str, Any]  # dispatch, combine and num_comm_blocks, as MoEWorkspace takes them
 
 
 def sizes_of(case: Case, dtype: torch.dtype) -> MoESizes:
@@ -96,7 +96,7 @@ def measure_process(case: Case, processes: Processes, forms: Forms, seconds: flo
     calls, failures = dict[str, Callable[[], Any]](), dict[str, str]()
     rank.route()
     world.synchronize()
-    for name in ("layer", *PARTS):
+    for name in ("layer", *PROCESS_PARTS):
         _prepare_part(name, rank, processes, calls, failures)
 
     def all_to_all() -> torch.Tensor:
@@ -162,11 +162,13 @@ def _row(
 ) -> Row:
     layers = [name for name in (LAYER, GRAPH, ONE_RANK, ALL_TO_ALL) if name in milliseconds]
     bounds, ratios = ratios_of(milliseconds)
-    seconds = rank.workspace.predicted_seconds
+    gathers = rank.workspace.gathers
+    seconds = None if gathers else rank.workspace.predicted_seconds
     return Row(
         case,
         *loads_of(routes, case.num_ranks),
-        rank.workspace.dispatch,
+        "gather" if gathers else rank.workspace.dispatch,
+        rank.workspace.combine,
         rank.workspace.num_comm_blocks,
         None if seconds is None else 1e3 * seconds,
         milliseconds,

@@ -18,6 +18,8 @@ from tilecrew.parallel.world import World
 
 # In the order in which each finds what it needs; the layer goes before, since their results are compared with its own.
 PARTS = ("copy", "dispatch_gemm", "first_gemm", "second_gemm", "gemm_combine", "combine")
+# Between processes also what their link takes.
+PROCESS_PARTS = (*PARTS, "transfer")
 
 
 class Rank:
@@ -26,11 +28,12 @@ class Rank:
     route            collective: shares the tokens of all ranks, builds the tables
     layer            collective: `tilecrew.moe_forward` as a whole
     copy             rows of all ranks' tokens, moved by communication blocks, and nothing beside
-    dispatch_gemm    the first product, with dispatch beside it
+    dispatch_gemm    the first product, with dispatch beside it; or it gathers, behind the tokens of other GPUs
     first_gemm       the same product alone
     second_gemm      the second product alone
     gemm_combine     collective: the second product, with combine beside it
-    combine          alone: behind a gemm_combine the slots hold the epoch, so that nothing is waited for
+    transfer         what the copy engines take for as many bytes as results come from each other rank, all at once
+    combine          alone: what follows the second product when results are where their tokens are
     """
 
     def __init__(
@@ -41,18 +44,22 @@ class Rank:
         sizes: MoESizes,
         *,
         dispatch: str | None,
+        combine: str | None,
         num_comm_blocks: int | None,
     ) -> None:
         own = expert_range(world.rank, sizes.num_experts, world.size)
         self.world, self.tokens, self.w_all = world, tokens, w_all
         self.w_gate_up, self.w_down = (w[own.start : own.stop] for w in w_all)
-        self.workspace = MoEWorkspace(world, sizes, dispatch=dispatch, num_comm_blocks=num_comm_blocks)
+        self.workspace = MoEWorkspace(world, sizes, dispatch=dispatch, combine=combine, num_comm_blocks=num_comm_blocks)
         num_rows, x = self.workspace.num_rows, tokens[0]
         self.rows = x.new_empty(num_rows, sizes.hidden_size)
         self.hidden = x.new_empty(num_rows, sizes.intermediate_size)
+        self.results = x.new_empty(num_rows, sizes.hidden_size)
         self.combined = torch.empty_like(x)
         self.out = self.layer_out = self.combined
+        self.transferred = x.new_empty(sizes.capacity, sizes.hidden_size)
         self.routing: Routing
+        self.routes_of_peers: dict[int, int] = {}
 
     def route(self) -> None:
         self.routing = self.workspace.share_tokens(*self.tokens)
@@ -76,14 +83,18 @@ class Rank:
             fused._dispatch_on_cpu(self.workspace, self.routing, self.rows)
 
     def dispatch_gemm(self) -> None:
-        self.workspace.counters.zero_()
-        fused.dispatch_gemm(self.workspace, self.routing, self.w_gate_up, SWIGLU, self.rows, self.hidden)
+        if self.workspace.gathers:
+            self.workspace.bring_tokens()
+        else:
+            self.workspace.counters.zero_()
+        rows = None if self.workspace.gathers else self.rows
+        fused.dispatch_gemm(self.workspace, self.routing, self.w_gate_up, SWIGLU, rows, self.hidden)
 
     def first_gemm(self) -> None:
         self._gemm(self.rows, self.w_gate_up, self.hidden, SWIGLU)
 
     def second_gemm(self) -> None:
-        self._gemm(self.hidden, self.w_down, self.workspace.results.local[: self.rows.shape[0]], None)
+        self._gemm(self.hidden, self.w_down, self.results, None)
 
     def gemm_combine(self) -> None:
         self.workspace.epoch.add_(1)
@@ -97,11 +108,23 @@ class Rank:
         else:
             fused._combine_on_cpu(self.workspace, self.routing, self.tokens[2], None, self.out)
 
+    def transfer(self) -> None:
+        sizes = self.workspace.sizes
+        if not self.routes_of_peers:  # waits for the device, so not while a graph is captured, nor before
+            own = self.routing.combine_indices[:, 0]
+            others = [rank for rank in range(self.world.size) if rank != self.world.rank]
+            self.routes_of_peers = {rank: int((own == rank).sum()) for rank in others}
+        for peer, num_routes in self.routes_of_peers.items():
+            there = self.workspace.tokens.peer(peer)
+            for first in range(0, num_routes, sizes.capacity):
+                length = min(sizes.capacity, num_routes - first)
+                self.transferred[:length].copy_(there[:length], non_blocking=True)
+
     def spoil(self, name: str) -> None:
         """Before a part is checked: what it writes becomes NaN, so that nothing old is taken for its result."""
         written = {
             "copy": [self.rows],
-            "dispatch_gemm": [self.rows, self.hidden],
+            "dispatch_gemm": [self.hidden] if self.workspace.gathers else [self.rows, self.hidden],
             "first_gemm": [self.hidden],
             "combine": [self.combined],
         }
@@ -114,9 +137,14 @@ class Rank:
         if name == "layer":
             require_right(self.out, self.tokens, self.w_all)
         elif name in ("copy", "dispatch_gemm"):
-            self._check_rows()
+            self._check_rows()  # dispatch_gemm: those of copy, where it has none
         if name in ("dispatch_gemm", "first_gemm") and not bool(self.hidden[: self._num_rows()].isfinite().all()):
             raise AssertionError("not all rows have been multiplied")
+        if name == "dispatch_gemm" and self.workspace.gathers:
+            again = torch.empty_like(self.hidden)
+            self._gemm(self.rows, self.w_gate_up, again, SWIGLU)
+            if not torch.equal(again[: self._num_rows()], self.hidden[: self._num_rows()]):
+                raise AssertionError("products of gathered rows are not those of the rows")
         if name in ("gemm_combine", "combine") and not torch.equal(self.out, self.layer_out):
             raise AssertionError("sums are not those of the layer")
 

@@ -77,12 +77,8 @@ def compile_launch(launch: Launch, target: GPUTarget = SM90):
 
 def resources(compiled) -> Resources:
     """Registers, spills, shared memory and the instructions that matter, read from the cubin's disassembly."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _run(tools / "cuobjdump", "--dump-resource-usage", file.name)
-        sass = _run(tools / "nvdisasm", "-c", file.name)
+    usage = _read(compiled, "cuobjdump", "--dump-resource-usage")
+    sass = disassembly(compiled)
     return Resources(
         registers=int(re.findall(r"REG:(\d+)", usage)[-1]),
         local_memory_instructions=len(LOCAL_MEMORY.findall(sass)),
@@ -101,6 +97,11 @@ def resources(compiled) -> Resources:
         tma=len(re.findall(r"\bUTMA(?:LDG|STG)\b", sass)),
         overlaid_barriers=overlaid_barriers(compiled),
     )
+
+
+def disassembly(compiled) -> str:
+    """The instructions of the cubin."""
+    return _read(compiled, "nvdisasm", "-c")
 
 
 def overlaid_barriers(compiled) -> int:
@@ -226,5 +227,10 @@ def _reachable(start: int, neighbours: list[list[int]], excluded: Container[int]
     return found
 
 
-def _run(tool: Path, *arguments: str) -> str:
-    return subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=True, timeout=120).stdout
+def _read(compiled, tool: str, option: str) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(path), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout

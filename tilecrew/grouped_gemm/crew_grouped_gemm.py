@@ -5,8 +5,14 @@ the last offset are one more group, whose tiles are zeros. Example: offs 130, 13
 give row blocks 0 (rows 0 to 127), 1 (128, 129), 2 (130 to 199) and 3 (200 to 255, zeros).
 """
 
-from tilecrew.device.compat import aggregate, barrier, gl, gluon, mbarrier, reinterpret, tma_store_wait
-from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
+from tilecrew.device.compat import aggregate, barrier, gl, gluon, mbarrier, mma_v2, reinterpret, tma_store_wait
+from tilecrew.device.mma import (
+    accumulator_layout,
+    operand_layout,
+    tile_layout,
+    vector_layout,
+    warp_accumulator_layout,
+)
 from tilecrew.device.ring import Ring, remainder
 from tilecrew.device.signal import fence_proxy_async
 from tilecrew.device.tiles import matrix_view, wait_until_stores_complete
@@ -62,25 +68,30 @@ class TileWalk:
 
     begins            [P] int32 in shared memory: first row of each group, of the rows behind the last, and M
     ends              [P] int32 in shared memory: row blocks up to and with each group
-    num_groups, num_row_blocks, num_column_blocks, steps_per_tile
+    num_rows, num_groups, num_row_blocks, num_column_blocks, steps_per_tile
     """
 
     begins: gl.shared_memory_descriptor
     ends: gl.shared_memory_descriptor
+    num_rows: gl.tensor
     num_groups: gl.tensor
     num_row_blocks: gl.tensor
     num_column_blocks: gl.tensor
     steps_per_tile: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, begins, ends, num_groups, num_row_blocks, num_column_blocks, steps_per_tile):
-        self.begins, self.ends, self.num_groups = begins, ends, num_groups
+    def __init__(self, begins, ends, num_rows, num_groups, num_row_blocks, num_column_blocks, steps_per_tile):
+        self.begins, self.ends, self.num_rows, self.num_groups = begins, ends, num_rows, num_groups
         self.num_row_blocks, self.num_column_blocks = num_row_blocks, num_column_blocks
         self.steps_per_tile = steps_per_tile
 
     @gluon.jit
-    def create(offs, num_groups, num_rows, num_columns, num_inner, config: gl.constexpr):
+    def create(offs, x_desc, w_desc, out_desc, num_columns, config: gl.constexpr):
         """Counts the row blocks of every group; all warps of the first role, before the roles start."""
+        # Rows that are gathered lie anywhere: how many there are is the output's to say.
+        num_rows = (out_desc if config.gathers else x_desc).shape[0].to(gl.int32)
+        num_inner = x_desc.shape[1].to(gl.int32)
+        num_groups = w_desc.shape[0].to(gl.int32)
         LENGTH: gl.constexpr = config.table_length
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         group = gl.arange(0, LENGTH, layout)
@@ -97,10 +108,9 @@ class TileWalk:
         ends = gl.allocate_shared_memory(gl.int32, [LENGTH], vector_layout())
         begins.store(begin)
         ends.store(counts)
-        num_column_blocks = gl.cdiv(num_columns, config.block_n)
-        return TileWalk(
-            begins, ends, num_groups, gl.max(counts, 0), num_column_blocks, gl.cdiv(num_inner, config.block_k)
-        )
+        barrier()  # the tables are written
+        num_column_blocks, num_steps = gl.cdiv(num_columns, config.block_n), gl.cdiv(num_inner, config.block_k)
+        return TileWalk(begins, ends, num_rows, num_groups, gl.max(counts, 0), num_column_blocks, num_steps)
 
     @gluon.jit
     def num_tiles(self):
@@ -175,6 +185,30 @@ class GemmTiles:
 
 
 @gluon.jit
+def mma_sync_products(tiles, inputs, first_step, num_steps, config: gl.constexpr):
+    """The accumulator [128, block_n] of eight warps, 16 rows each, in products of 16 along K: operands of more would
+    not fit registers, because every warp reads all of the weights."""
+    layout: gl.constexpr = warp_accumulator_layout(gl.num_warps())
+    ROWS: gl.constexpr = config.consumer_rows
+    BLOCK_N: gl.constexpr = config.block_n
+    BLOCK_K: gl.constexpr = config.block_k
+    SLICE: gl.constexpr = 16
+    accumulator = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    step = first_step
+    for _ in range(num_steps):
+        inputs.wait(step)
+        stage = inputs.stage(step)
+        x, w = tiles.x.index(stage), tiles.weight_matrix(stage, config)
+        for k in gl.static_range(0, BLOCK_K, SLICE):
+            left = x.slice(k, SLICE, dim=1).load(operand_layout(layout, 0))
+            right = w.slice(k, SLICE, dim=0).load(operand_layout(layout, 1))
+            accumulator = mma_v2(left, right, accumulator)
+        inputs.release(step)
+        step += 1
+    return accumulator
+
+
+@gluon.jit
 def mover_slots(dtype: gl.constexpr, config: gl.constexpr):
     """Shared memory of the mover, [slots, columns]."""
     return gl.allocate_shared_memory(dtype, [config.mover_slots, config.mover_columns], vector_layout())
@@ -217,8 +251,12 @@ def notify_role(stored: Ring, walk, pointers, landed: gl.constexpr, config: gl.c
 @gluon.constexpr_function
 def warps_of_roles(config):
     """Of the roles beside the first consumer."""
-    others = 1 + (config.mover_slots > 0) + config.notifies
-    return [4] * (config.num_consumers - 1) + [1] * others
+    has_both = config.mover_slots > 0 and (config.notifies or config.gathers)
+    assert not has_both, "a kernel has a mover, or a notify role, or a source"
+    assert config.num_consumers == 2 or not (config.mover_slots or config.gathers), "a mover or a source needs two"
+    assert not (config.gathers and (config.notifies or config.scatters)), "a kernel that gathers only stores"
+    others = (config.mover_slots > 0) + config.notifies
+    return [4] * (config.num_consumers - 1) + [4 if config.gathers else 1] + [1] * others
 
 
 @gluon.constexpr_function

@@ -14,7 +14,8 @@ def no_gate(row_block, num_rows, tensors):
 
 
 @gluon.jit
-def no_mover(slots, tensors):
+def brings_nothing():
+    """In the place of a mover, or of a source, in kernels without."""
     pass
 
 

@@ -7,12 +7,13 @@ each consumer, by block_n columns; the grid has one block an SM, and each walks 
 Roles                 warps  registers  job
     consumer 0 (default)  4     232     rows 0 to 63 of the tile: products, epilogue, stores
     consumer 1            4     232     rows 64 to 127 (absent where block_m is 64)
-    load                  1      40     gate; TMA of x and w
+    load                  1      40     gate; TMA of x and w. Where a source tells where the rows of x lie: 4 warps, 72
+                                        registers, consumers with 216; asynchronous copies of x (crew_gather)
     mover                 1      40     brings rows of x into place for all blocks (only where the caller gives one)
     notify                1      40     tells others what has landed (only where the epilogue has a `landed`)
 
 Ring         producer -> consumers     full by            empty by            bytes x stages (128 x 256 tile)
-    inputs   load -> consumer 0, 1     1 arrival + TMA    1 arrival each      48 KiB x 4
+    inputs   load -> consumer 0, 1     1 arrival + TMA    1 arrival each      48 KiB x 4 (one arrival more of a gather)
     stored   consumer 0, 1 -> notify   1 arrival each     1 arrival           no bytes, 4 tiles
 
 Hand-offs    none else: each consumer stores its own rows. Its staging tile of 64 rows by 64 columns (two of them where
@@ -23,7 +24,8 @@ Timeline     [tile]
                 pass while the consumers are in their epilogue.
     consumer    [k] wait inputs -> product of step k runs, that of k - 1 ends -> release its stage
                 [piece of 64 columns] epilogue in float32 -> wait until the staging tile is free -> TMA store, or,
-                where the group ends within these 64 rows, ordinary stores of the rows that belong to it
+                where the group ends within these 64 rows, ordinary stores of the rows that belong to it; where a
+                destination tells where rows go, ordinary stores of each to its address (crew_scatter)
     notify      [tile] wait until both consumers' rows are in global memory -> landed
 
 A consumer says that its rows are there behind the products of its next tile: its stores are over by then, and it waits
@@ -46,7 +48,6 @@ from tilecrew.device.compat import (
     gl,
     gluon,
     mbarrier,
-    mma_v2,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -55,8 +56,9 @@ from tilecrew.device.compat import (
 )
 from tilecrew.device.descriptors import matrix_descriptor, stack_descriptor, with_row_stride
 from tilecrew.device.launch import Launch
-from tilecrew.device.mma import accumulator_layout, operand_layout, warp_accumulator_layout
+from tilecrew.device.mma import accumulator_layout
 from tilecrew.device.ring import Ring
+from tilecrew.grouped_gemm.crew_gather import gather_role
 from tilecrew.grouped_gemm.crew_grouped_gemm import (
     STORED,
     GemmTiles,
@@ -64,6 +66,7 @@ from tilecrew.grouped_gemm.crew_grouped_gemm import (
     copy_layout,
     halves,
     hand_over,
+    mma_sync_products,
     mover_role,
     mover_slots,
     notify_role,
@@ -74,8 +77,9 @@ from tilecrew.grouped_gemm.crew_grouped_gemm import (
     strip_layout,
     warps_of_roles,
 )
+from tilecrew.grouped_gemm.crew_scatter import addresses_of_rows, entries_of_rows, no_destination, scatter_rows
 from tilecrew.grouped_gemm.kernel_epilogues import identity, nothing_landed
-from tilecrew.grouped_gemm.kernel_gates import no_gate, no_mover
+from tilecrew.grouped_gemm.kernel_gates import brings_nothing, no_gate
 from tilecrew.grouped_gemm.schedule import PIECE, TileSizes
 
 PIECE_COLUMNS = gl.constexpr(PIECE)
@@ -86,7 +90,8 @@ class GemmConfig:
     """What the kernel is compiled for. block_m is consumer_rows * num_consumers; piece_columns are those of a stored
     piece, after the epilogue; table_length as in TileSizes; writes_tail: rows behind the last offset become zeros;
     notifies_late: a tile is handed over behind the products of the next one; mover_slots, mover_columns: slots of the
-    mover, 0 without one, and their elements."""
+    mover, 0 without one, and their elements; has_gate: it may wait; gathers, scatters: hooks tell where rows of x lie,
+    and where rows of the output go."""
 
     table_length: int
     num_consumers: int
@@ -100,6 +105,7 @@ class GemmConfig:
     uses_wgmma: bool
     notifies: bool
     notifies_late: bool
+    scatters: bool
     piece_columns: int
     weights_are_transposed: bool
     keeps_zero: bool
@@ -109,6 +115,8 @@ class GemmConfig:
     writes_tail: bool
     mover_slots: int
     mover_columns: int
+    has_gate: bool
+    gathers: bool
 
 
 class Pointers(NamedTuple):
@@ -120,6 +128,8 @@ class Pointers(NamedTuple):
     epilogue: tuple
     landed: tuple
     mover: tuple
+    source: tuple
+    destination: tuple
 
 
 class Hooks(NamedTuple):
@@ -130,6 +140,11 @@ class Hooks(NamedTuple):
     landed       what is called behind the stores of a tile; None: nothing, and nothing waits for them
     mover        mover(slots, mover_tensors): what a warp of its own does in every block; slots: elements of x in shared
                  memory, [mover_slots, mover_columns]. Only in kernels of two consumers, whose tiles leave that room.
+    source       source(rows, source_tensors) -> int64: where each of these rows of x begins, a multiple of 16 bytes; 0:
+                 a row of zeros (crew_gather). Only in kernels of two consumers without a mover or notifications.
+    destination  destination(entries, destination_tensors) -> int64: where each row goes, instead of to `out`, maybe
+                 another GPU's memory; a multiple of 16 bytes. entries: what destination_tensors[0] [M] int32 has for
+                 these rows; one whose entry is negative is not stored (crew_scatter). Not in a kernel with a source.
     """
 
     gate: object = no_gate
@@ -145,6 +160,10 @@ class Hooks(NamedTuple):
     mover_tensors: tuple = ()
     mover_slots: int = 0
     mover_columns: int = 0
+    source: object = None
+    source_tensors: tuple = ()
+    destination: object = None
+    destination_tensors: tuple = ()
 
 
 def hooks_of(gate, epilogue) -> Hooks:
@@ -186,7 +205,9 @@ def launch(
 ) -> Launch:
     """The launch for x [M, K], w [E, K, N] with a contiguous K or N, offs [E] int32, out [M, N / shrink].
 
-    writes_tail: False leaves rows behind the last offset as they are, which costs nothing where M is a bound.
+    writes_tail: False leaves rows behind the last offset as they are, which costs nothing where M is a bound. Where the
+    hooks have a source, x is any matrix of K columns and the right dtype, and is not read; where they have a
+    destination, out is one of N columns, and is not written.
     """
     transposed = w.stride(2) != 1
     config = GemmConfig(
@@ -211,17 +232,22 @@ def launch(
         writes_tail=writes_tail,
         mover_slots=hooks.mover_slots,
         mover_columns=hooks.mover_columns,
+        has_gate=hooks.gate is not no_gate,
+        gathers=hooks.source is not None,
+        scatters=hooks.destination is not None,
     )
+    of_roles = (hooks.landed_tensors, hooks.mover_tensors, hooks.source_tensors, hooks.destination_tensors)
     args = (
         matrix_descriptor(with_row_stride(x), sizes.consumer_rows, sizes.block_k),
         stack_descriptor(w, sizes.block_k, sizes.block_n, transposed),
         matrix_descriptor(with_row_stride(out), sizes.consumer_rows, config.piece_columns),
-        Pointers(out, offs, hooks.gate_tensors, hooks.epilogue_tensors, hooks.landed_tensors, hooks.mover_tensors),
+        Pointers(out, offs, hooks.gate_tensors, hooks.epilogue_tensors, *of_roles),
         w.shape[2],
         hooks.gate,
         hooks.epilogue,
         nothing_landed if hooks.landed is None else hooks.landed,
-        no_mover if hooks.mover is None else hooks.mover,
+        hooks.mover or hooks.source or brings_nothing,
+        no_destination if hooks.destination is None else hooks.destination,
         config,
     )
     options = {"num_warps": sizes.consumer_warps, "maxnreg": sizes.entry_registers}
@@ -238,31 +264,36 @@ def grouped_gemm_kernel(
     gate: gl.constexpr,
     epilogue: gl.constexpr,
     landed: gl.constexpr,
-    mover: gl.constexpr,
+    brings: gl.constexpr,
+    destination: gl.constexpr,
     config: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    num_rows = x_desc.shape[0].to(gl.int32)
-    num_inner = x_desc.shape[1].to(gl.int32)
-    num_groups = w_desc.shape[0].to(gl.int32)
-    walk = TileWalk.create(pointers.offs, num_groups, num_rows, num_columns, num_inner, config)
+    walk = TileWalk.create(pointers.offs, x_desc, w_desc, out_desc, num_columns, config)
     tiles = GemmTiles.create(x_desc, w_desc, out_desc, config)
-    inputs = Ring.create(config.num_stages, 1, config.num_consumers)
+    inputs = Ring.create(config.num_stages, 2 if config.gathers else 1, config.num_consumers)
     stored = Ring.create(STORED, config.num_consumers, 1) if config.notifies else inputs
-    barrier()  # the table of the walk is written
-    gl.static_assert(config.mover_slots == 0 or config.num_consumers == 2, "a mover needs two consumers")
-    gl.static_assert(config.mover_slots == 0 or not config.notifies, "a kernel has a mover or a notify role")
     shared = (tiles, inputs, stored, walk, out_desc, pointers, num_columns)
     loads = (tiles, inputs, walk, x_desc, w_desc, pointers)
     WARPS: gl.constexpr = warps_of_roles(config)
     REGISTERS: gl.constexpr = registers_of_roles(config)
-    if config.mover_slots > 0:
+    if config.gathers:
         gl.warp_specialize(
             [
-                (consumer_role, (shared, epilogue, 0, config)),
-                (consumer_role, (shared, epilogue, 1, config)),
+                (consumer_role, (shared, epilogue, destination, 0, config)),
+                (consumer_role, (shared, epilogue, destination, 1, config)),
+                (gather_role, (loads, gate, brings, config)),
+            ],
+            WARPS,
+            REGISTERS,
+        )
+    elif config.mover_slots > 0:
+        gl.warp_specialize(
+            [
+                (consumer_role, (shared, epilogue, destination, 0, config)),
+                (consumer_role, (shared, epilogue, destination, 1, config)),
                 (load_role, (loads, gate, config)),
-                (mover_role, (mover_slots(x_desc.dtype, config), pointers, mover)),
+                (mover_role, (mover_slots(x_desc.dtype, config), pointers, brings)),
             ],
             WARPS,
             REGISTERS,
@@ -270,8 +301,8 @@ def grouped_gemm_kernel(
     elif config.notifies and config.num_consumers == 2:
         gl.warp_specialize(
             [
-                (consumer_role, (shared, epilogue, 0, config)),
-                (consumer_role, (shared, epilogue, 1, config)),
+                (consumer_role, (shared, epilogue, destination, 0, config)),
+                (consumer_role, (shared, epilogue, destination, 1, config)),
                 (load_role, (loads, gate, config)),
                 (notify_role, (stored, walk, pointers, landed, config)),
             ],
@@ -281,7 +312,7 @@ def grouped_gemm_kernel(
     elif config.notifies:
         gl.warp_specialize(
             [
-                (consumer_role, (shared, epilogue, 0, config)),
+                (consumer_role, (shared, epilogue, destination, 0, config)),
                 (load_role, (loads, gate, config)),
                 (notify_role, (stored, walk, pointers, landed, config)),
             ],
@@ -291,8 +322,8 @@ def grouped_gemm_kernel(
     elif config.num_consumers == 2:
         gl.warp_specialize(
             [
-                (consumer_role, (shared, epilogue, 0, config)),
-                (consumer_role, (shared, epilogue, 1, config)),
+                (consumer_role, (shared, epilogue, destination, 0, config)),
+                (consumer_role, (shared, epilogue, destination, 1, config)),
                 (load_role, (loads, gate, config)),
             ],
             WARPS,
@@ -300,7 +331,9 @@ def grouped_gemm_kernel(
         )
     else:
         gl.warp_specialize(
-            [(consumer_role, (shared, epilogue, 0, config)), (load_role, (loads, gate, config))], WARPS, REGISTERS
+            [(consumer_role, (shared, epilogue, destination, 0, config)), (load_role, (loads, gate, config))],
+            WARPS,
+            REGISTERS,
         )
 
 
@@ -330,7 +363,9 @@ def load_role(loads, gate: gl.constexpr, config: gl.constexpr):
 
 
 @gluon.jit
-def consumer_role(shared, epilogue: gl.constexpr, CONSUMER: gl.constexpr, config: gl.constexpr):
+def consumer_role(
+    shared, epilogue: gl.constexpr, destination: gl.constexpr, CONSUMER: gl.constexpr, config: gl.constexpr
+):
     tiles, inputs, stored, walk, out_desc, pointers, num_columns = shared
     ROWS: gl.constexpr = config.consumer_rows
     if config.uses_wgmma:
@@ -342,6 +377,7 @@ def consumer_role(shared, epilogue: gl.constexpr, CONSUMER: gl.constexpr, config
     for index in range(gl.program_id(0), walk.num_tiles(), gl.num_programs(0)):
         tile = walk.tile(index, config)
         if tile.num_rows > CONSUMER * ROWS:
+            entries = entries_of_rows(tile, pointers, CONSUMER, config)
             if config.uses_wgmma:
                 accumulator = wgmma_products(tiles, inputs, step, tile.num_steps, CONSUMER, config)
             else:
@@ -349,7 +385,9 @@ def consumer_role(shared, epilogue: gl.constexpr, CONSUMER: gl.constexpr, config
             step += tile.num_steps
             if config.notifies_late:
                 hand_over(stored, num_stored - 1, num_stored > 0)
-            store_tile(accumulator, tile, tiles, out_desc, pointers, num_columns, epilogue, CONSUMER, config)
+            addresses = addresses_of_rows(entries, pointers, destination, config)
+            of_tile = (tile, addresses, tiles, out_desc, pointers, (walk.num_rows, num_columns))
+            store_tile(accumulator, of_tile, epilogue, CONSUMER, config)
         else:
             for _ in range(tile.num_steps):
                 inputs.wait(step)
@@ -385,43 +423,12 @@ def wgmma_products(tiles, inputs, first_step, num_steps, CONSUMER: gl.constexpr,
 
 
 @gluon.jit
-def mma_sync_products(tiles, inputs, first_step, num_steps, config: gl.constexpr):
-    """The accumulator [128, block_n] of eight warps, 16 rows each, in products of 16 along K: operands of more would
-    not fit registers, because every warp reads all of the weights."""
-    layout: gl.constexpr = warp_accumulator_layout(gl.num_warps())
-    ROWS: gl.constexpr = config.consumer_rows
-    BLOCK_N: gl.constexpr = config.block_n
-    BLOCK_K: gl.constexpr = config.block_k
-    SLICE: gl.constexpr = 16
-    accumulator = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    step = first_step
-    for _ in range(num_steps):
-        inputs.wait(step)
-        stage = inputs.stage(step)
-        x, w = tiles.x.index(stage), tiles.weight_matrix(stage, config)
-        for k in gl.static_range(0, BLOCK_K, SLICE):
-            left = x.slice(k, SLICE, dim=1).load(operand_layout(layout, 0))
-            right = w.slice(k, SLICE, dim=0).load(operand_layout(layout, 1))
-            accumulator = mma_v2(left, right, accumulator)
-        inputs.release(step)
-        step += 1
-    return accumulator
+def store_tile(accumulator, of_tile, epilogue: gl.constexpr, CONSUMER: gl.constexpr, config: gl.constexpr):
+    """Epilogue and stores, PIECE columns after the others: a whole tile in float32 twice would not fit registers.
 
-
-@gluon.jit
-def store_tile(
-    accumulator,
-    tile,
-    tiles,
-    out_desc,
-    pointers,
-    num_columns,
-    epilogue: gl.constexpr,
-    CONSUMER: gl.constexpr,
-    config: gl.constexpr,
-):
-    """Epilogue and stores, PIECE columns after the others: a whole tile in float32 twice would not fit registers."""
-    if config.num_output_buffers > 0:
+    of_tile: the tile, addresses of the consumer's rows or 0, the shared memory, descriptor of the output, pointers,
+    rows of x and columns of the accumulator."""
+    if config.num_output_buffers > 0 and not config.scatters:
         tma_store_wait(0)  # the stores of the tile before: long over
     pieces = halves(accumulator)
     if config.block_n == 4 * PIECE_COLUMNS:
@@ -429,22 +436,20 @@ def store_tile(
         pieces = halves(left) + halves(right)
     NUM_PIECES: gl.constexpr = config.block_n // PIECE_COLUMNS
     for piece in gl.static_range(NUM_PIECES):
-        store_piece(pieces[piece], tile, tiles, out_desc, pointers, num_columns, epilogue, CONSUMER, piece, config)
+        store_piece(pieces[piece], of_tile, epilogue, CONSUMER, piece, config)
 
 
 @gluon.jit
 def store_piece(
     piece,
-    tile,
-    tiles,
-    out_desc,
-    pointers,
-    num_columns,
+    of_tile,
     epilogue: gl.constexpr,
     CONSUMER: gl.constexpr,
     NUMBER: gl.constexpr,
     config: gl.constexpr,
 ):
+    tile, addresses, tiles, out_desc, pointers, sizes = of_tile
+    total_rows, num_columns = sizes
     layout: gl.constexpr = piece_layout(config)
     SHRINK: gl.constexpr = PIECE_COLUMNS // config.piece_columns
     BUFFERS: gl.constexpr = config.num_output_buffers
@@ -456,7 +461,7 @@ def store_piece(
     first_column = tile.column + NUMBER * PIECE_COLUMNS
     # Hooks may index with these: all exist, and what is computed for rows and columns that do not is not stored.
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    rows = gl.where(rows < out_desc.shape[0].to(gl.int32), rows, 0)
+    rows = gl.where(rows < total_rows, rows, 0)
     columns = first_column + gl.arange(0, PIECE_COLUMNS, gl.SliceLayout(0, layout))
     columns = gl.where(columns < num_columns, columns, 0)
     is_behind = tile.num_steps == 0  # the last group
@@ -468,7 +473,10 @@ def store_piece(
     first_output = first_column // SHRINK
     output_columns = num_columns // SHRINK - first_output
     first = pointers.output + row.to(gl.int64) * out_desc.strides[0] + first_output
-    if BUFFERS == 0:
+    if config.scatters:
+        staging = tiles.output.index(CONSUMER * BUFFERS + NUMBER % BUFFERS)
+        scatter_rows(value, staging, pointers.output, addresses, first_output, output_columns, config)
+    elif BUFFERS == 0:
         if SHRINK == 1:
             value = gl.convert_layout(value, strip_layout())
         LAYOUT: gl.constexpr = value.type.layout

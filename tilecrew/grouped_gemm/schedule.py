@@ -50,7 +50,7 @@ class Problem:
 
     num_rows M, num_groups E, num_inner K, num_columns N (of the accumulator); dtype as torch prints it without its
     prefix; has_gate: the call gives a gate; notifies: its epilogue says what has landed; mover_bytes: shared memory for
-    a warp that brings rows, 0 without one.
+    a warp that brings rows, 0 without one; gathers, scatters: rows of x lie, and rows of the output go, anywhere.
     """
 
     num_rows: int
@@ -61,6 +61,8 @@ class Problem:
     has_gate: bool = False
     notifies: bool = False
     mover_bytes: int = 0
+    gathers: bool = False
+    scatters: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,14 @@ class Schedule:
 def supports(implementation: str, problem: Problem, hardware: Hardware) -> str | None:
     """None where the implementation can run the problem on the hardware, else the reason why it cannot."""
     if implementation == "hopper":
-        return hardware.hopper_limit() or _crew_limit(problem)
+        return hardware.hopper_limit() or _crew_limit(problem) or _hopper_roles_limit(problem)
     if implementation == "mma_sync":
-        has_mover = "it has no mover" if problem.mover_bytes else None
-        return hardware.tma_limit() or _crew_limit(problem) or has_mover
+        return hardware.tma_limit() or _crew_limit(problem) or _anywhere_limit(problem)
     if implementation == "portable":
-        return _portable_limit(problem, hardware)
+        return _portable_limit(problem, hardware) or _anywhere_limit(problem)
     if hardware.device_type == "cuda":
         return "it would read offs on the host, and waits for the GPU to do so"
-    return None
+    return _anywhere_limit(problem)
 
 
 def pick(problem: Problem, hardware: Hardware, implementation: str | None = None) -> Schedule:
@@ -149,8 +150,11 @@ def pick(problem: Problem, hardware: Hardware, implementation: str | None = None
 def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
     """The tiles of the hopper kernel. Gates and notifications count rows of 128-row blocks, which are fixed then."""
     mean_rows = problem.num_rows / max(problem.num_groups, 1)
-    may_be_small = not (problem.has_gate or problem.notifies)
+    may_be_small = not (problem.has_gate or problem.notifies or problem.gathers)
     block_m = CONSUMER_ROWS if mean_rows <= SMALL_GROUP and may_be_small else ROW_BLOCK
+    load, consumer, entry = (40, 232, 168) if block_m == ROW_BLOCK else (80, 240, 160)
+    if problem.gathers:  # addresses of rows are the load role's
+        load, consumer = 72, 216
     is_wide = _likely_row_blocks(problem, block_m) * _ceil_div(problem.num_columns, 128) > num_sms
     block_n = 256 if is_wide and problem.num_columns > 128 else 128
     for num_stages in STAGES:
@@ -163,9 +167,9 @@ def hopper_tiles(problem: Problem, num_sms: int) -> TileSizes:
                 num_output_buffers=num_output_buffers,
                 band=BAND,
                 table_length=table_length(problem.num_groups),
-                load_registers=40 if block_m == 128 else 80,
-                consumer_registers=232 if block_m == 128 else 240,
-                entry_registers=168 if block_m == 128 else 160,
+                load_registers=load,
+                consumer_registers=consumer,
+                entry_registers=entry,
                 mover_bytes=problem.mover_bytes,
             )
             if tiles.shared_memory_bytes <= SHARED_MEMORY:
@@ -233,6 +237,21 @@ def _crew_limit(problem: Problem) -> str | None:
         return f"it needs bfloat16 or float16, x is {problem.dtype}"
     if problem.num_groups > MAX_GROUPS:
         return f"it needs at most {MAX_GROUPS} groups, w has {problem.num_groups}"
+    return None
+
+
+def _anywhere_limit(problem: Problem) -> str | None:
+    """Of implementations whose rows are those of x and the output only."""
+    if problem.mover_bytes:
+        return "it has no mover"
+    if problem.gathers:
+        return "it gathers no rows"
+    return "it scatters no rows" if problem.scatters else None
+
+
+def _hopper_roles_limit(problem: Problem) -> str | None:
+    if problem.gathers and (problem.notifies or problem.scatters or problem.mover_bytes > 0):
+        return "a kernel that gathers has no mover, no notifications, and no rows that go anywhere"
     return None
 
 

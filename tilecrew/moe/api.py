@@ -44,8 +44,8 @@ def moe_forward(
     tokens travel by all-to-all (NCCL on GPUs, gloo on the CPU); every rank must make the call, also one without tokens,
     and with gradients every rank must call backward, because that sends as well.
 
-    With a World (bfloat16 or float16 on GPUs) ranks address each other's memory: rows are pulled from other ranks while
-    the first product runs, and results while the second does. Ranks call in one order, and all of them with gradients
+    With a World (bfloat16 or float16 on GPUs) ranks address each other's memory: products read tokens, and store
+    results, where they belong, or rows are moved beside them. Ranks call in one order, and all of them with gradients
     or none. On a GPU the result is on the rank's stream; a call can be captured in a CUDA graph. Where a wait for
     another rank has failed the result is NaN, and `World.synchronize` raises WaitError on every rank; on the CPU the
     call does. The first call with new sizes makes a `workspace.MoEWorkspace`, which the World keeps.

@@ -103,9 +103,10 @@ class _ExpertParallelMoE(torch.autograd.Function):
         base: torch.Tensor | None,
     ) -> torch.Tensor:
         workspace, layout, keeps = options
-        routing = workspace.share_tokens(x, topk_ids, weights)
+        gathers = workspace.gathers and not keeps  # gradients need the rows
+        routing = workspace.share_tokens(x, topk_ids, weights, brings=gathers)
         num_rows, num_columns = workspace.num_rows, w_gate_up.shape[2]
-        rows = x.new_empty(num_rows, x.shape[1])
+        rows = None if gathers else x.new_empty(num_rows, x.shape[1])
         if layout == "interleaved" and not keeps:
             hidden = x.new_empty(num_rows, num_columns // 2)
             fused.dispatch_gemm(workspace, routing, w_gate_up, SWIGLU, rows, hidden)

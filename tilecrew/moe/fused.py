@@ -1,14 +1,17 @@
 """The two fused products of the layer: rows arrive while the first is computed, results leave while the second is.
 
-    dispatch_gemm    tokens of all ranks -> rows -> grouped GEMM behind a gate
-    gemm_combine     grouped GEMM whose epilogue tells all ranks -> their tokens' sums
+    dispatch_gemm    tokens of all ranks -> rows -> grouped GEMM behind a gate; or the GEMM gathers tokens
+    gemm_combine     grouped GEMM that stores rows where their tokens are, or tells all ranks of them -> sums of tokens
 
-On a GPU rows are moved by communication blocks, which run beside the GEMM on a stream of their own, and whose
-multiprocessors its grid leaves them; or by a warp of each of the GEMM's blocks. Results of other ranks are pulled by
-communication blocks beside the second GEMM; blocks that combine follow both, on all multiprocessors of the rank. On the
-CPU torch does the same, through the same gate, epilogue, slots and parallel tensors.
+On a GPU a first GEMM whose rows nobody else needs gathers them: its load role reads tokens where they are. Or rows are
+moved by communication blocks, which run beside the GEMM on a stream of their own, and whose multiprocessors its grid
+leaves them; or by a warp of each of the GEMM's blocks. The second GEMM pushes its rows: it
+stores each where its token is. Or else communication blocks beside it pull those of other ranks. Blocks that combine
+follow, on all multiprocessors of the rank. On the CPU torch pulls, through the same gate, epilogue, slots and parallel
+tensors.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -53,14 +56,20 @@ def dispatch_gemm(
     routing: Routing,
     w: torch.Tensor,
     epilogue: Epilogue | None,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """rows [P, H] <- the tokens that all ranks have shared, and out [P, N] <- epilogue(rows w), w [L, H, N].
 
-    Rows behind the last one of the rank's experts are undefined in both.
+    Rows behind the last one of the rank's experts are undefined in both. rows: None where the workspace gathers, behind
+    its `bring_tokens`.
     """
-    if rows.shape[0] == 0:
+    if out.shape[0] == 0:
+        return
+    if rows is None:
+        if workspace.near is not None:
+            torch.cuda.current_stream().wait_stream(workspace.world.side_stream)
+        launch_gemm_with_source(workspace, routing, w, out, epilogue)
         return
     gate = BandGate(workspace.counters, routing.offs, workspace.world.timeout_seconds)
     if not workspace.is_gpu:
@@ -92,6 +101,13 @@ def gemm_combine(
     weights [T, K] wide, or None: one; base [T, H], or None: added.
     """
     out = workspace.tokens.local.new_empty(num_tokens, workspace.sizes.hidden_size)
+    if workspace.returned is not None:
+        if rows.shape[0] > 0:
+            launch_gemm_with_destination(workspace, routing, rows, w)
+        if workspace.world.size > 1:
+            workspace.barrier()
+        launch_combine(workspace, routing, weights, base, out)
+        return out
     results = workspace.results.local[: rows.shape[0]]
     if not workspace.is_gpu:
         if rows.shape[0] > 0:
@@ -215,6 +231,27 @@ def launch_gemm_with_movers(
     _run_gemm(workspace, 0, (rows, w, routing.offs, out), hooks, make)
 
 
+def launch_gemm_with_source(
+    workspace: MoEWorkspace, routing: Routing, w: torch.Tensor, out: torch.Tensor, epilogue: Epilogue | None
+) -> None:
+    """The grouped GEMM whose rows are tokens, read where they are."""
+    kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
+    world, tokens = workspace.world, workspace.tokens.local
+    hooks = kernel.hooks_of(None, epilogue)._replace(
+        source=dispatch_kernels().place_of_token,
+        source_tensors=(routing.pull_dispatch_indices, workspace.token_places, workspace.route_sizes),
+    )
+
+    def make() -> Any:
+        problem = operators.problem_of(tokens, w, None, epilogue)
+        problem = dataclasses.replace(problem, num_rows=out.shape[0], gathers=True)
+        schedule = pick(problem, hardware_of(world.device), "hopper")
+        num_programs = min(schedule.num_programs, num_gemm_blocks(world.num_sms, 0))
+        return kernel.launch(tokens, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False)
+
+    _run_gemm(workspace, 0, (tokens, w, routing.offs, out), hooks, make)
+
+
 def _run_gemm(
     workspace: MoEWorkspace,
     num_comm_blocks: int,
@@ -234,10 +271,34 @@ def _run_gemm(
         hooks.epilogue,
         hooks.landed,
         hooks.mover,
+        hooks.source,
+        hooks.destination,
     )
-    groups = (hooks.gate_tensors, hooks.epilogue_tensors, hooks.landed_tensors, hooks.mover_tensors)
+    of_roles = (hooks.landed_tensors, hooks.mover_tensors, hooks.source_tensors, hooks.destination_tensors)
+    groups = (hooks.gate_tensors, hooks.epilogue_tensors, *of_roles)
     of_hooks = [value for group in groups for value in group if isinstance(value, torch.Tensor)]
     workspace.launches.run(key, [*tensors, *of_hooks], make)
+
+
+def launch_gemm_with_destination(
+    workspace: MoEWorkspace, routing: Routing, rows: torch.Tensor, w: torch.Tensor
+) -> None:
+    """The grouped GEMM whose rows go to `returned` of the ranks whose tokens they belong to."""
+    kernel = importlib.import_module("tilecrew.grouped_gemm.kernel_grouped_gemm")
+    world, returned = workspace.world, workspace.returned
+    hooks = kernel.Hooks(
+        destination=importlib.import_module("tilecrew.moe.kernel_gemm_combine").place_of_route,
+        destination_tensors=(routing.row_routes, returned.local, returned.offsets, workspace.route_sizes),
+    )
+
+    def make() -> Any:
+        problem = dataclasses.replace(operators.problem_of(rows, w, None, None), scatters=True)
+        schedule = pick(problem, hardware_of(world.device), "hopper")
+        num_programs = min(schedule.num_programs, num_gemm_blocks(world.num_sms, 0))
+        out = returned.local
+        return kernel.launch(rows, w, routing.offs, out, schedule.tiles, num_programs, hooks, writes_tail=False)
+
+    _run_gemm(workspace, 0, (rows, w, routing.offs, returned.local), hooks, make)
 
 
 def launch_pull(workspace: MoEWorkspace, routing: Routing, num_tokens: int) -> None:
@@ -262,22 +323,26 @@ def launch_combine(
     base: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Blocks that wait for row blocks of all ranks and sum: no more than the rank has multiprocessors, because GEMMs of
-    other emulated ranks need theirs while these wait for them."""
+    """Blocks that sum, where nothing else brings the rows behind waits for row blocks of all ranks: no more than the
+    rank has multiprocessors, because GEMMs of other emulated ranks need theirs while these wait for them."""
     kernels = importlib.import_module("tilecrew.moe.kernel_gemm_combine")
-    world, results = workspace.world, workspace.results
+    world, results, returned = workspace.world, workspace.results, workspace.returned
     # By the capacity: a kernel for each number of tokens would have to be loaded while others wait.
-    # Behind the pull, and on a rank alone, every row is here.
-    is_here = workspace.staged is not None or world.size == 1
-    here = results.local if workspace.staged is None else workspace.staged
     options: dict[str, Any] = combine_options(workspace.sizes.capacity, workspace.sizes.top_k, world.num_sms)
     num_groups = -(-out.shape[0] // options["TOKENS"])
     num_programs = max(1, min(num_groups, world.num_sms))
-    here = here if is_here else results.offsets
-    tensors = (results.local, here, routing.combine_indices, weights, base, out)
-    flags = (workspace.epoch, workspace.slots.cells.local, world.control.local, world.control.offsets)
+    if returned is not None:
+        where, y, other, epoch, slots = "returned", returned.local, returned.local, None, None
+    else:
+        y, epoch, slots = results.local, workspace.epoch, workspace.slots.cells.local
+        # Behind the pull, and on a rank alone, every row is here.
+        is_here = workspace.staged is not None or world.size == 1
+        where = "staged" if is_here else "peers"
+        other = workspace.staged if workspace.staged is not None else results.local if is_here else results.offsets
+    tensors = (y, other, routing.combine_indices, weights, base, out)
+    flags = (epoch, slots, world.control.local, world.control.offsets)
     numbers = (world.rank, world.size, *out.shape, host_signal.nanoseconds(world))
-    options |= {"TOP_K": workspace.sizes.top_k, "STAGED": is_here}
+    options |= {"TOP_K": workspace.sizes.top_k, "WHERE": where}
     workspace.launches.run(
         ("combine", out.shape),
         (*tensors, *flags),

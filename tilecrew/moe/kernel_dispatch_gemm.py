@@ -2,13 +2,15 @@
 
 Computes
     dispatch    rows[p] = x of rank r [t],  (r, t) = indices[p];  zeros where it is (-1, -1)             (README, 1)
+    source      place_of_token: where that is, for a GEMM that gathers and needs no rows
+    bring       near[d - 1, t] = x of rank r + d [t], where a route of that token goes to this rank's experts
     share       ids and route weights of this rank to where others read them, those of no expert as -1; counters of rows
                 to zero, and the next epoch
     tables      all_ids[r], all_weights[r] = ids and route weights of rank r
     values      out[t * K + k] = values of rank r [p],  (r, p) = indices[t * K + k];  0 where it is (-1, -1)
 
-Roles        every block does the same. dispatch: its movers walk chunks of CHUNK rows, in tiles that go through rings
-             in its shared memory (crew_ring)
+Roles        every block does the same. bring: a program has ROWS tokens of one rank. dispatch: its movers walk chunks
+             of CHUNK rows, in tiles that go through rings in its shared memory (crew_ring)
 Hand-offs    dispatch   counters[row block of 128] (scope gpu) += rows that have landed, padding too -> BandGate of the
                         GEMM, whose target is therefore always 128. Rows are padded to whole row blocks.
              What is read from other ranks was ordered before it by a barrier of the world, or by a combine's waits.
@@ -27,7 +29,7 @@ import triton
 import triton.language as tl
 
 from tilecrew.device.compat import barrier, gl, gluon
-from tilecrew.device.signal import add_release, fence_proxy_async_once, load_acquire
+from tilecrew.device.signal import add_release, fence_proxy_async_once, load_acquire, peer_pointer
 from tilecrew.moe.crew_ring import load_place, move_tiles
 
 ROW_BLOCK = tl.constexpr(128)
@@ -81,6 +83,52 @@ def count_rows(tensors, row, CHUNK: gl.constexpr):
     barrier()
     fence_proxy_async_once()
     add_release(tensors[5] + row // ROW_BLOCK, CHUNK, "gpu")
+
+
+@gluon.jit
+def place_of_token(rows, tensors):
+    """The `source` of a GEMM. tensors: indices [P, 2], addresses of the ranks' tokens [W] int64, and [2] int32, the
+    second the columns of a token, of 16 bits."""
+    rank = gl.load(tensors[0] + 2 * rows)
+    token = gl.load(tensors[0] + 2 * rows + 1)
+    first = gl.load(tensors[1] + gl.maximum(rank, 0))
+    return gl.where(rank >= 0, first + token.to(gl.int64) * gl.load(tensors[2] + 1) * 2, 0)
+
+
+@triton.jit(do_not_specialize=["rank", "size", "num_tokens", "first_expert", "end_expert"])
+def bring_kernel(
+    tensors,
+    near,
+    rank,
+    size,
+    num_tokens,
+    first_expert,
+    end_expert,
+    num_columns,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """tensors: x [num_tokens, num_columns] and ids [num_tokens, TOP_K] of this rank, each with the offsets of all
+    ranks'; near [size - 1, num_tokens, num_columns], next rank first. Experts of this rank: first_expert to
+    end_expert - 1. Program (distance - 1, group of ROWS tokens) in a flat grid: ranks do not all read from one."""
+    x, offsets, ids, ids_offsets = tensors
+    num_groups = tl.cdiv(num_tokens, ROWS)
+    slot = tl.program_id(0) // num_groups
+    peer = (rank + 1 + slot) % size
+    token = tl.program_id(0) % num_groups * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, triton.next_power_of_2(TOP_K))
+    exists = (token < num_tokens)[:, None] & (k < TOP_K)[None, :]
+    there = peer_pointer(ids, ids_offsets, peer) + token[:, None] * TOP_K + k[None, :]
+    expert = tl.load(there, mask=exists, other=-1, cache_modifier=".cg")
+    is_needed = tl.max(((expert >= first_expert) & (expert < end_expert)).to(tl.int32), 1) > 0
+    source = peer_pointer(x, offsets, peer) + token.to(tl.int64)[:, None] * num_columns
+    target = near + (slot.to(tl.int64) * num_tokens + token)[:, None] * num_columns
+    for begin in range(0, num_columns, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)[None, :]
+        mask = is_needed[:, None] & (column // 8 < num_columns // 8)
+        values = tl.load(tl.multiple_of(source + column, [1, 16]), mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(tl.multiple_of(target + column, [1, 16]), values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_routes", "length", "num_experts", "num_counters"])

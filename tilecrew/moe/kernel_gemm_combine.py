@@ -1,8 +1,12 @@
-"""Results of the experts back to their tokens: told by the grouped GEMM's epilogue, pulled as they land, and summed.
+"""Results of the experts back to their tokens: pushed there by the grouped GEMM, or pulled as they land; and summed.
 
 Computes    out[t] = sum over k, in order, of weights[t, k] * y of rank r [p] + base[t],  (r, p) = indices[t * K + k]
             in float32, rounded once; (-1, -1) is skipped, whatever its weight is                        (README, 2)
             weights and base may be None: factor one, and nothing to add.
+
+Pushed      the GEMM's consumers store each row where place_of_route says, in `returned` of the token's rank. Behind the
+            GEMM a barrier of all ranks, then combine (WHERE "returned"), which finds a token's rows side by side.
+            Nobody tells of row blocks, and nobody waits for one. What follows is of results that are pulled.
 
 Roles       the GEMM's notify role (notify_sources, the `landed` of an epilogue); pull blocks beside the GEMM: their
             movers walk the chunks of CHUNK rows of other ranks, in the order in which they land, through rings in
@@ -17,7 +21,7 @@ Timeline    GEMM        [tile] rows are in global memory -> count -> [last of th
             combine     [group] [columns] all K rows of all its tokens in flight, added in the order of k -> round
                         once, store
 
-STAGED = False: without pull blocks, for few tokens of several ranks. Combine waits for the slots itself, and loads from
+WHERE "peers": without pull blocks, for few tokens of several ranks. Combine waits for the slots itself, and loads from
 peers.
 
 The GEMM never waits for the others; these wait for GEMMs only. Sums do not begin beside it, because a token's last row
@@ -53,6 +57,18 @@ def notify_sources(row_block, column_block, num_rows, num_calls, tensors):
             store_release(peer_pointer(tensors[2] + row_block * size + rank, tensors[3], peer), value, "sys")
 
 
+@gluon.jit
+def place_of_route(entries, tensors):
+    """The `destination` of a GEMM. entries: routes (rank * T + token) * K + k; tensors: row_routes, `returned` of this
+    rank [T * K, columns], offsets of all ranks', [2] int32: T * K and columns."""
+    num_routes = gl.load(tensors[3])
+    num_columns = gl.load(tensors[3] + 1)
+    rank = entries // num_routes
+    first = tensors[1].to(gl.int64) + gl.load(tensors[2] + rank)
+    BYTES: gl.constexpr = tensors[1].dtype.element_ty.primitive_bitwidth // 8
+    return first + (entries - rank * num_routes).to(gl.int64) * num_columns * BYTES
+
+
 @triton.jit(do_not_specialize=["rank", "size", "num_tokens", "timeout"])
 def combine_kernel(
     tensors,
@@ -65,14 +81,17 @@ def combine_kernel(
     TOP_K: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STAGED: tl.constexpr,
+    WHERE: tl.constexpr,
 ):
-    """tensors: y [P, num_columns] of this rank, the offsets of all, or with STAGED `staged` [T * K, num_columns] in
-    their place, indices [T * K, 2], weights [T, K] float32 or None, base [T, num_columns] or None, out
-    [T, num_columns]. flags: epoch, slots, the world's control block and its offsets."""
-    y, offsets, indices, weights, base, out = tensors
+    """tensors: y, other, indices [T * K, 2], weights [T, K] float32 or None, base [T, num_columns] or None, out
+    [T, num_columns]. flags: epoch, slots (None where results are "returned"), the world's control block and its
+    offsets. WHERE rows are, by route t * K + k and (rank, row) of indices:
+
+    returned    y [T * K, num_columns] by route
+    staged      y [P, num_columns] by row, of this rank, and other [T * K, num_columns] by route, of others
+    peers       y [P, num_columns] by row, of this rank; other: offsets of all ranks'"""
+    y, other, indices, weights, base, out = tensors
     epoch, slots, control, control_offsets = flags
-    expected = tl.load(epoch)
     is_well = load_acquire(control, "sys") == 0
     k = tl.arange(0, triton.next_power_of_2(TOP_K))
     for group in range(tl.program_id(0), tl.cdiv(num_tokens, TOKENS), tl.num_programs(0)):
@@ -81,12 +100,16 @@ def combine_kernel(
         route = token[:, None] * TOP_K + k[None, :]
         exists = is_token[:, None] & (k < TOP_K)[None, :]
         writer = tl.load(indices + 2 * route, mask=exists, other=-1)
-        row = tl.load(indices + 2 * route + 1, mask=exists, other=0)
-        if STAGED:
-            address = address_here(y, offsets, writer, row, route, rank, num_columns)
+        if WHERE == "returned":
+            address = tl.where(writer >= 0, address_in(y, route, num_columns), 0)
         else:
-            is_well &= wait_for_rows(slots, expected, writer, row, control, control_offsets, rank, size, timeout)
-            address = address_of(y, offsets, writer, row, num_columns)
+            row = tl.load(indices + 2 * route + 1, mask=exists, other=0)
+            if WHERE == "staged":
+                address = address_here(y, other, writer, row, route, rank, num_columns)
+            else:
+                expected = tl.load(epoch)
+                is_well &= wait_for_rows(slots, expected, writer, row, control, control_offsets, rank, size, timeout)
+                address = address_of(y, other, writer, row, num_columns)
         factor = tl.full([TOKENS, k.shape[0]], 1.0, tl.float32)
         if weights is not None:
             factor = tl.load(weights + route, mask=writer >= 0, other=0.0)
@@ -214,6 +237,11 @@ def last_missing(slots, place, is_route, expected):
 
 
 @triton.jit
+def address_in(y, row, num_columns):
+    return (y + row.to(tl.int64) * num_columns).to(tl.int64)
+
+
+@triton.jit
 def address_of(y, offsets, writer, row, num_columns):
     """Where the rows of routes begin, as numbers; 0 for no route."""
     first = y.to(tl.int64) + tl.load(offsets + tl.maximum(writer, 0))
@@ -224,8 +252,8 @@ def address_of(y, offsets, writer, row, num_columns):
 @triton.jit
 def address_here(y, staged, writer, row, route, rank, num_columns):
     """The same where rows of other ranks are in `staged`."""
-    own = (y + row.to(tl.int64) * num_columns).to(tl.int64)
-    address = tl.where(writer == rank, own, (staged + route.to(tl.int64) * num_columns).to(tl.int64))
+    own = address_in(y, row, num_columns)
+    address = tl.where(writer == rank, own, address_in(staged, route, num_columns))
     return tl.where(writer >= 0, address, 0)
 
 

@@ -1,14 +1,20 @@
 """How rows of other ranks reach a grouped GEMM, and why. Pure Python.
 
+gather    the GEMM's load role reads tokens where they are, and nobody writes rows. Needs the hopper kernel
 blocks    communication blocks beside the GEMM, whose grid leaves them their multiprocessors
 warps     a mover warp in every block of the GEMM; costs no multiprocessor. Needs the hopper kernel
 
+A product of gathered rows takes no longer than one of rows in their order, less where rows are padded, because padding
+is not read. Tokens of other GPUs must be near before: a tile needs any of them, so all that have a route to the rank
+are brought, once each, beside the making of the tables.
+Gradients of the weights need the rows in their order: calls with gradients, and backward, have blocks or warps.
+
 Operands of wgmma come from shared memory and fill its bandwidth: a mover beside them is slow, and slows them down. A
-communication block moves as much as a multiprocessor can write. Between GPUs blocks measured faster from 2048 tokens a
-rank on. Where all memory is near (one rank, or emulated ones) they do where products are long for the bytes of their
-rows, so that few of them are enough; movers, where rows are needed at more than NEAR_BYTES_PER_SECOND. For few tokens
-the weights bind, shared memory is idle, and what counts is that movers need neither multiprocessors nor a kernel on a
-second stream.
+communication block moves as much as a multiprocessor can write. Between GPUs blocks measured faster than movers from
+2048 tokens a rank on. Where all memory is near (one rank, or emulated ones) they do where products are long for the
+bytes of their rows, so that few of them are enough; movers, where rows are needed at more than NEAR_BYTES_PER_SECOND.
+For few tokens the weights bind, shared memory is idle, and what counts is that movers need neither multiprocessors nor
+a kernel on a second stream.
 
 How many blocks: as few as bring the rows in the time of the products, or in the link's where that is longer. Rows that
 come much earlier than they are needed leave the L2 cache before the products read them, which cost more than the
@@ -26,7 +32,8 @@ import math
 from tilecrew._hardware import Hardware
 from tilecrew.grouped_gemm.schedule import BAND, ELEMENT_BYTES, ROW_BLOCK, Problem, supports
 
-DISPATCHES = ("warps", "blocks")
+DISPATCHES = ("warps", "blocks", "gather")
+COMBINES = ("push", "pull")
 MOVER_SLOTS = 7  # with eight, tables of 256 experts would cost the GEMM a stage
 MOVER_COLUMNS = 1024  # elements of 16 bits: pieces of 2 KB
 MOVER_BYTES = MOVER_SLOTS * MOVER_COLUMNS * 2
@@ -37,6 +44,7 @@ RING = {"ROWS": 8, "COLUMNS": 1024, "SLOTS": 3, "num_warps": 4, "maxnreg": 128}
 RING_SCRATCH = 1024  # bytes that Triton may need beside it
 CHUNK_BYTES = 128 * 1024  # at most, of rows that are told of together; but a tile's rows at least
 MOST_COMM_BLOCKS = 32
+BRING = {"ROWS": 16, "COLUMNS": 1024, "num_warps": 8}  # a program's tokens, 32 KB of them on their way
 BLOCK_BYTES_PER_SECOND = 42e9  # of rows that one communication block moves beside products
 BLOCK_ALONE_BYTES_PER_SECOND = 45e9  # and while these wait for their first rows: what a multiprocessor can write
 NEAR_BYTES_PER_SECOND = 200e9  # of rows, of the whole GPU
@@ -155,8 +163,19 @@ def ring_options(num_columns: int, hardware: Hardware) -> dict[str, int]:
     return {**RING, "ROWS": rows, "SLOTS": slots, "CHUNK": chunk}
 
 
+def gathers(dispatch: str | None, problem: Problem, hardware: Hardware) -> bool:
+    """Whether the first GEMM of calls without gradients, whose problem this is, gathers its rows: by itself where it
+    can. Raises ValueError where it should and cannot."""
+    if hardware.device_type != "cuda" or dispatch not in (None, "gather"):
+        return False
+    limit = supports("hopper", dataclasses.replace(problem, has_gate=False, gathers=True), hardware)
+    if dispatch == "gather" and limit is not None:
+        raise ValueError(f"dispatch='gather' cannot run: {limit}")
+    return limit is None
+
+
 def pick_dispatch(dispatch: str | None, load: DispatchLoad, hardware: Hardware, capacity: int) -> str | None:
-    """The form of dispatch for a GEMM; None on the CPU. Raises ValueError for one that cannot run.
+    """The form of dispatch that writes rows; None on the CPU. Raises ValueError for one that cannot run.
 
     By itself as the module's text says.
     """
@@ -164,8 +183,10 @@ def pick_dispatch(dispatch: str | None, load: DispatchLoad, hardware: Hardware, 
         raise ValueError(f"dispatch must be None or one of {', '.join(DISPATCHES)}, got {dispatch!r}")
     if hardware.device_type != "cuda":
         if dispatch is not None:
-            raise ValueError(f"dispatch must be None on the CPU, which has neither, got {dispatch!r}")
+            raise ValueError(f"dispatch must be None on the CPU, which has one form, got {dispatch!r}")
         return None
+    if dispatch == "gather":
+        dispatch = None
     limit = supports("hopper", with_mover(load.problem), hardware)
     if dispatch == "warps" and limit is not None:
         raise ValueError(f"dispatch='warps' cannot run: {limit}")
@@ -179,8 +200,26 @@ def pick_dispatch(dispatch: str | None, load: DispatchLoad, hardware: Hardware, 
     return "warps" if is_near and load.bytes_per_second > NEAR_BYTES_PER_SECOND else "blocks"
 
 
-def pulls_results(capacity: int, is_emulated: bool) -> bool:
-    """Whether results of other ranks are pulled beside the second GEMM: where they are far, and more than a few.
+def pick_combine(combine: str | None, problem: Problem, hardware: Hardware) -> str | None:
+    """How results come to the ranks of their tokens; None on the CPU. Raises ValueError for a form that cannot run.
+
+    push    the second GEMM, whose problem this is, stores each row where its token is. Needs the hopper kernel
+    pull    it tells all ranks of its row blocks, and they load them
+    """
+    if combine is not None and combine not in COMBINES:
+        raise ValueError(f"combine must be None or one of {', '.join(COMBINES)}, got {combine!r}")
+    if hardware.device_type != "cuda":
+        if combine is not None:
+            raise ValueError(f"combine must be None on the CPU, which has one form, got {combine!r}")
+        return None
+    limit = supports("hopper", dataclasses.replace(problem, scatters=True), hardware)
+    if combine == "push" and limit is not None:
+        raise ValueError(f"combine='push' cannot run: {limit}")
+    return combine or ("push" if limit is None else "pull")
+
+
+def pulls_beside(capacity: int, is_emulated: bool) -> bool:
+    """Where results are pulled: whether by blocks beside the second GEMM, which pays where they are far and many.
 
     Memory of emulated ranks is as near as one's own: pull blocks would only cost the product their multiprocessors.
     """

@@ -10,7 +10,7 @@ from tilecrew._launches import LaunchMemory, launch
 from tilecrew._shapes import require_dtype
 from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
 from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
-from tilecrew.moe.schedule import DispatchLoad, pick_dispatch, pulls_results, ring_options
+from tilecrew.moe.schedule import BRING, DispatchLoad, gathers, pick_combine, pick_dispatch, pulls_beside, ring_options
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
 from tilecrew.parallel.signal import Signals
@@ -43,12 +43,15 @@ class MoEWorkspace:
 
     tokens           ParallelTensor [capacity, H]: x of each rank, in backward the gradient of its output
     ids, weights     ParallelTensors [capacity, K] int32 and wide: routes of each rank, -1 behind its tokens
-    results          ParallelTensor [P, H]: what the experts of each rank have computed
-    staged           [capacity * K, H] or None: results of other ranks for this rank's routes, where they are pulled
+    near             [W - 1, capacity, H] or None: tokens of other GPUs, for a first GEMM that gathers; next rank first
+    returned         ParallelTensor [capacity * K, H] or None: results for this rank's routes, where experts push them
+    results          ParallelTensor [P, H] or None: what the experts of each rank have computed, where it is pulled
+    staged           [capacity * K, H] or None: results of other ranks for this rank's routes, pulled beside the GEMM
     row_values       ParallelTensor [P] wide: gradients of route weights
     counters         [row blocks] int32: rows of each row block that have landed
-    arrivals         [row blocks] int32: elects the tile that completes a row block
-    slots            Signals with one slot for each row block: rank r writes the epoch when its row block is complete
+    arrivals         [row blocks] int32 or None: elects the tile that completes a row block, where results are pulled
+    slots            Signals or None, with a slot for each row block: rank r writes the epoch when its row block is
+                     complete
     epoch            [1] int32 on the device of the world, one more for each exchange; may pass 2^32
     launches         of kernels, by what of them is no address
     predicted_seconds    of dispatch and first GEMM at the capacity, by the model of `schedule`; None but for "blocks"
@@ -57,15 +60,22 @@ class MoEWorkspace:
         world: this rank's World.
         sizes: MoESizes. In an emulated world on a GPU make the workspaces of all ranks before the first call: a rank
             that still loads kernels would wait for kernels that wait for it.
-        dispatch: "warps" or "blocks", as `schedule` says; None chooses. On the CPU None.
+        dispatch: "warps", "blocks" or "gather", as `schedule` says; None chooses. On the CPU None.
         num_comm_blocks: blocks that pull rows beside a GEMM; at least 1 and less than the rank's multiprocessors.
             None: as `schedule.DispatchLoad` finds enough. On the CPU None.
+        combine: "push" or "pull", as `schedule.pick_combine` says; None chooses. On the CPU None.
 
     Raises TypeError or ValueError for sizes that do not fit, and on every rank where ranks differ in them.
     """
 
     def __init__(
-        self, world: World, sizes: MoESizes, *, dispatch: str | None = None, num_comm_blocks: int | None = None
+        self,
+        world: World,
+        sizes: MoESizes,
+        *,
+        dispatch: str | None = None,
+        num_comm_blocks: int | None = None,
+        combine: str | None = None,
     ) -> None:
         check_sizes(world, sizes)
         dtype = str(sizes.dtype).removeprefix("torch.")
@@ -76,6 +86,9 @@ class MoEWorkspace:
         share = world.num_sms / hardware.num_sms if hardware.device_type == "cuda" else 1.0
         load = DispatchLoad(problem, num_rows, 1 if is_emulated else world.size, world.num_sms, share)
         self.dispatch = pick_dispatch(dispatch, load, hardware, sizes.capacity)
+        self.gathers = gathers(dispatch, problem, hardware)
+        second = Problem(MAX_ROWS, num_experts, sizes.intermediate_size, sizes.hidden_size, dtype)
+        self.combine = pick_combine(combine, second, hardware)
         self.ring = ring_options(sizes.hidden_size, hardware)
         if num_comm_blocks is None and hardware.device_type == "cuda":
             num_comm_blocks = load.num_comm_blocks
@@ -96,20 +109,34 @@ class MoEWorkspace:
         self.tokens = ParallelTensor((sizes.capacity, sizes.hidden_size), sizes.dtype, world)
         self.ids = ParallelTensor(routes, torch.int32, world)
         self.weights = ParallelTensor(routes, wide, world)
-        self.results = ParallelTensor((self.max_rows, sizes.hidden_size), sizes.dtype, world)
         self.row_values = ParallelTensor((self.max_rows,), wide, world)
-        self.slots = Signals(world, num_blocks, world.first_epoch)
+        # Which of them there are is the combine's form to say.
+        self.returned: Any = None
+        self.results: Any = None
+        self.slots: Any = None
+        own_routes = (sizes.capacity * sizes.top_k, sizes.hidden_size)
+        if self.combine == "push":
+            self.returned = ParallelTensor(own_routes, sizes.dtype, world)
+        else:
+            self.results = ParallelTensor((self.max_rows, sizes.hidden_size), sizes.dtype, world)
+            self.slots = Signals(world, num_blocks, world.first_epoch)
         with world.use():
             device = world.device
             self.counters = torch.zeros(num_blocks, dtype=torch.int32, device=device)
-            self.arrivals = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+            self.arrivals = None if self.slots is None else torch.zeros_like(self.counters)
             self.epoch = torch.full((1,), as_int32(world.first_epoch), dtype=torch.int32, device=device)
             self.mover_sizes = torch.tensor([len(self.experts), sizes.hidden_size], dtype=torch.int32, device=device)
             self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
+            self.route_sizes = torch.tensor(own_routes, dtype=torch.int32, device=device)
+            self.near = None
+            if self.gathers and load.num_ranks > 1:
+                shape = (world.size - 1, sizes.capacity, sizes.hidden_size)
+                self.near = torch.empty(shape, dtype=sizes.dtype, device=device)
+            places = [self._tokens_of(rank).data_ptr() for rank in range(world.size)]
+            self.token_places = torch.tensor(places, dtype=torch.int64, device=device)
             self.staged = None
-            if self.is_gpu and world.size > 1 and pulls_results(sizes.capacity, is_emulated):
-                num_own_routes = sizes.capacity * sizes.top_k
-                self.staged = torch.empty(num_own_routes, sizes.hidden_size, dtype=sizes.dtype, device=device)
+            if self.combine == "pull" and world.size > 1 and pulls_beside(sizes.capacity, is_emulated):
+                self.staged = torch.empty(own_routes, dtype=sizes.dtype, device=device)
             self._all_ids = torch.full((world.size, *routes), -1, dtype=torch.int32, device=device)
             self._all_weights = torch.zeros((world.size, *routes), dtype=wide, device=device)
         self._is_loading = False
@@ -134,12 +161,14 @@ class MoEWorkspace:
             )
         return cls(world, sizes)
 
-    def share_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor) -> Routing:
+    def share_tokens(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor, *, brings: bool = False
+    ) -> Routing:
         """Collective: every rank's x [T, H], ids and wide weights [T, K] are there for all ranks -> this rank's tables.
 
-        Ids outside of -1 to E - 1 become -1.
+        Ids outside of -1 to E - 1 become -1. brings: `bring_tokens`, beside the making of the tables.
         """
-        self._barrier()
+        self.barrier()
         self.tokens.local[: x.shape[0]].copy_(x)
         if self.is_gpu:
             self._share_routes(topk_ids.contiguous(), weights)
@@ -151,11 +180,36 @@ class MoEWorkspace:
             )
             self.weights.local[: x.shape[0]].copy_(weights)
             self._next_epoch()
-        self._barrier()
+        self.barrier()
+        if brings:
+            self.bring_tokens()
         self._gather_tables()
         return build_routing(
             self._all_ids, num_experts=self.sizes.num_experts, rank=self.world.rank, row_block=ROW_BLOCK
         )
+
+    def bring_tokens(self) -> None:
+        """Tokens of all other GPUs that have routes to this rank to `near`, on the side stream."""
+        if self.near is None:
+            return
+        world, sizes, side = self.world, self.sizes, self.world.side_stream
+        tensors = (self.tokens.local, self.tokens.offsets, self.ids.local, self.ids.offsets)
+        numbers = (world.rank, world.size, sizes.capacity, self.experts.start, self.experts.stop, sizes.hidden_size)
+        options = {"TOP_K": sizes.top_k, **BRING}
+        num_programs = (world.size - 1) * -(-sizes.capacity // BRING["ROWS"])
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.launches.run(
+                "bring",
+                (*tensors, self.near),
+                lambda: launch(dispatch_kernels().bring_kernel, num_programs, (tensors, self.near, *numbers), options),
+            )
+
+    def _tokens_of(self, rank: int) -> torch.Tensor:
+        """Where a first GEMM that gathers finds the tokens of a rank."""
+        if self.near is None or rank == self.world.rank:
+            return self.tokens.peer(rank)
+        return self.near[(rank - self.world.rank) % self.world.size - 1]
 
     def row_weights(self, routing: Routing) -> torch.Tensor:
         """The route weight of each of this rank's rows, [P] wide, 0 for padding; behind its `share_tokens`."""
@@ -166,16 +220,18 @@ class MoEWorkspace:
 
     def share_gradients(self, d_out: torch.Tensor) -> None:
         """Collective: every rank's d_out [T, H] is there for all ranks, in the place of x."""
-        self._barrier()  # nobody still reads what the exchange before has left
+        self.barrier()  # nobody still reads what the exchange before has left
         self._next_epoch()
         self.tokens.local[: d_out.shape[0]].copy_(d_out)
-        self._barrier()
+        self.barrier()
 
     def destroy(self) -> None:
         """Collective; see ParallelTensor.destroy."""
         self.world.workspaces.pop(self.sizes, None)
-        for tensor in (self.tokens, self.ids, self.weights, self.results, self.row_values, self.slots):
-            tensor.destroy()
+        of_results = (self.returned, self.results, self.row_values, self.slots)
+        for tensor in (self.tokens, self.ids, self.weights, *of_results):
+            if tensor is not None:
+                tensor.destroy()
 
     def _next_epoch(self) -> None:
         self.epoch.add_(1)
@@ -192,7 +248,8 @@ class MoEWorkspace:
             lambda: launch(dispatch_kernels().share_kernel, num_programs, arguments, {"BLOCK": 1024}),
         )
 
-    def _barrier(self) -> None:
+    def barrier(self) -> None:
+        """Collective: what all ranks have done before is there. Nothing while the workspace is loading."""
         if not self._is_loading:
             self.world.barrier()
 
