@@ -3,6 +3,7 @@
 A process has one version of Triton: PYTHONPATH chooses it, and each has a cache of its own.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -44,6 +45,11 @@ def output_of(version: str, child: subprocess.Popen) -> str:
 def cases(names: Iterable[str], few: Iterable[str]) -> list[tuple[str, str]]:
     """(name, version): every name with the installed version, a few with each of the others."""
     return [(name, INSTALLED) for name in names] + [(name, version) for name in few for version in OTHER_VERSIONS]
+
+
+def report_of_each(make_folder, *arguments: str) -> dict:
+    """Version -> the JSON that `python -m arguments` printed."""
+    return {version: json.loads(output) for version, output in output_of_each(make_folder, *arguments).items()}
 
 
 def output_of_each(make_folder, *arguments: str, others: tuple[str, ...] = ()) -> dict[str, str]:

@@ -19,35 +19,35 @@ from tests.grouped_gemm.problems import H200, make
 from tilecrew.device import aot
 from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_grouped_gemm
-from tilecrew.grouped_gemm.hooks import BandGate, CountGate, SwiGLU
+from tilecrew.grouped_gemm.hooks import CountGate, SwiGLU
 from tilecrew.grouped_gemm.schedule import Problem, TileSizes, hopper_tiles
 
 BF16, FP16 = torch.bfloat16, torch.float16
 I32, I64 = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
 
-# Number of groups and rows that the schedule is asked for, dtype, whether w is transposed, gate, epilogue, source.
+# Number of groups and rows that the schedule is asked for, dtype, whether w is transposed, whether there is a gate,
+# epilogue, source.
 LAUNCHES = {
-    "128 x 256": (8, 16384, BF16, False, None, None, from_table),
-    "128 x 128": (8, 1024, BF16, False, None, None, from_table),
-    "SwiGLU 8, 128 groups": (128, 16384, BF16, False, None, SwiGLU(8), from_table),
-    "SwiGLU 8, ranks, 512 groups": (512, 20480, BF16, False, None, SwiGLU(8), from_ranks),
-    "SwiGLU 8, ranks, transposed": (128, 16384, BF16, True, None, SwiGLU(8), from_ranks),
-    "count gate, ranks, float16": (8, 16384, FP16, False, "count", None, from_ranks),
+    "128 x 256": (8, 16384, BF16, False, False, None, from_table),
+    "128 x 128": (8, 1024, BF16, False, False, None, from_table),
+    "SwiGLU 8, 128 groups": (128, 16384, BF16, False, False, SwiGLU(8), from_table),
+    "SwiGLU 8, ranks, 512 groups": (512, 20480, BF16, False, False, SwiGLU(8), from_ranks),
+    "SwiGLU 8, ranks, transposed": (128, 16384, BF16, True, False, SwiGLU(8), from_ranks),
+    "count gate, ranks, float16": (8, 16384, FP16, False, True, None, from_ranks),
 }
 
 
 def tiles_of(name: str) -> TileSizes:
-    num_groups, num_rows, dtype, _, gate, _, _ = LAUNCHES[name]
-    problem = Problem(num_rows, num_groups, 2048, 2048, str(dtype).removeprefix("torch."), gate is not None)
+    num_groups, num_rows, dtype, _, has_gate, _, _ = LAUNCHES[name]
+    problem = Problem(num_rows, num_groups, 2048, 2048, str(dtype).removeprefix("torch."), has_gate)
     return hopper_tiles(dataclasses.replace(problem, gathers=True), H200.num_sms)
 
 
 def make_launch(name: str) -> Launch:
     """On small tensors: sizes do not reach the compiled kernel, but the tiles and the number of groups do."""
-    num_groups, _, dtype, transposed, gate, epilogue, source = LAUNCHES[name]
+    num_groups, _, dtype, transposed, has_gate, epilogue, source = LAUNCHES[name]
     x, w, offs = make([1] * num_groups, 0, 128, 512, dtype=dtype, transposed=transposed)
-    gates = {None: lambda: None, "count": lambda: CountGate(I32), "bands": lambda: BandGate(I32, offs)}
-    hooks = kernel_grouped_gemm.hooks_of(gates[gate](), epilogue)
+    hooks = kernel_grouped_gemm.hooks_of(CountGate(I32) if has_gate else None, epilogue)
     tensors = (I64,) if source is from_table else (x, I64, I32, 256)
     out = x.new_empty(x.shape[0], 512 // hooks.shrink)
     hooks = hooks._replace(source=source, source_tensors=tensors)

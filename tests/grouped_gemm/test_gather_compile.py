@@ -1,13 +1,12 @@
 """The grouped GEMM that gathers its rows compiles for sm_90 with every Triton, without spills, into 16-byte copies."""
 
-import json
 import re
 
 import pytest
 
 pytest.importorskip("triton")
 from tests.grouped_gemm.gather_launches import LAUNCHES
-from tests.tritons import INSTALLED, VERSIONS, output_of_each
+from tests.tritons import INSTALLED, VERSIONS, report_of_each
 
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
 
@@ -15,8 +14,7 @@ SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Version -> what gather_launches printed."""
-    outputs = output_of_each(tmp_path_factory.mktemp, "tests.grouped_gemm.gather_launches")
-    return {version: json.loads(output) for version, output in outputs.items()}
+    return report_of_each(tmp_path_factory.mktemp, "tests.grouped_gemm.gather_launches")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
 from tests.grouped_gemm.test_simulator import sizes_of
 from tests.simulator.conftest import run_under_seeds
 from tests.simulator.mutations import mutate, names_of_places
+from tests.simulator.plain_copies import copy_at_once, no_group, nothing_to_wait_for
 from tilecrew.device.compat import gl, gluon
 from tilecrew.grouped_gemm import crew_gather, kernel_grouped_gemm
 from tilecrew.grouped_gemm.hooks import NotifyRowBlock, SwiGLU
@@ -33,26 +34,11 @@ def pointers_into_one_buffer(address, pointers):
     return pointers.source[0] + (gl.maximum(address, 16) // 2 - 8)
 
 
-@gluon.jit
-def copy_at_once(tile, pointer, mask, cache_modifier: gl.constexpr):
-    tile.store(gl.load(pointer, mask=mask, other=0.0))
-
-
-@gluon.jit
-def nothing():
-    pass
-
-
-@gluon.jit
-def nothing_to_wait_for(number: gl.constexpr):
-    pass
-
-
 @pytest.fixture(autouse=True)
 def simulated_words(monkeypatch):
     monkeypatch.setattr(crew_gather, "pointers_of", pointers_into_one_buffer)
     monkeypatch.setattr(crew_gather, "async_copy_to_shared", copy_at_once)
-    monkeypatch.setattr(crew_gather, "commit_copies", nothing)
+    monkeypatch.setattr(crew_gather, "commit_copies", no_group)
     monkeypatch.setattr(crew_gather, "wait_for_copies", nothing_to_wait_for)
     # Triton keeps what a function is cached under: it must not be that of other words, here or in tests behind these.
     for function in (kernel_grouped_gemm.grouped_gemm_kernel, *vars(crew_gather).values()):

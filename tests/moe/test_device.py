@@ -1,13 +1,12 @@
 """The kernels of expert parallelism compile for sm_90 with every Triton, without spills, into the accesses meant."""
 
-import json
 import re
 
 import pytest
 
 pytest.importorskip("triton")
 from tests.moe.device_launches import LAUNCHES
-from tests.tritons import INSTALLED, VERSIONS, output_of_each
+from tests.tritons import INSTALLED, VERSIONS, report_of_each
 
 ASYNCHRONOUS_COPY = r"cp\.async\.cg\.shared\.global .*, 0x10, %r"
 WIDE_LOAD = r"ld\.global\.cg\.v4\.b32"
@@ -16,8 +15,7 @@ WIDE_LOAD = r"ld\.global\.cg\.v4\.b32"
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Version -> what device_launches printed."""
-    outputs = output_of_each(tmp_path_factory.mktemp, "tests.moe.device_launches")
-    return {version: json.loads(output) for version, output in outputs.items()}
+    return report_of_each(tmp_path_factory.mktemp, "tests.moe.device_launches")
 
 
 @pytest.mark.slow
@@ -72,7 +70,7 @@ def test_compiles(name, version, reports):
         assert not re.search(r"cp\.async\.ca|cp\.async\.cg.*, 0x[48],", ptx)
         assert "gpu.release.add" in ptx
     if name == "GEMM with destination":
-        # 16 bytes of a lane: four pieces of four rows by each of two consumers. Entries before the products.
+        # 16 bytes of a lane: four pieces of four rows by each of two consumers.
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * 4 * 4
         assert "cp.async.bulk.tensor.2d.global" not in ptx
     if name == "GEMM with source":

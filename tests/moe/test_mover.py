@@ -13,6 +13,7 @@ from tests.grouped_gemm.hook_examples import SimulatedCountGate
 from tests.grouped_gemm.problems import assert_close, expected, make
 from tests.grouped_gemm.test_simulator import WIDE, sizes_of
 from tests.moe.problems import random_ids
+from tests.simulator.plain_copies import copy_at_once, no_group, nothing_to_wait_for
 from tilecrew.device.compat import gl, gluon
 from tilecrew.grouped_gemm import kernel_grouped_gemm
 from tilecrew.moe import crew_mover, schedule
@@ -28,21 +29,6 @@ def load_flag(pointer, SCOPE: gl.constexpr):
 @gluon.jit
 def row_of_one_tensor(x, offset, token, num_columns):
     return x + (offset // 2 + gl.maximum(token, 0).to(gl.int64) * num_columns)
-
-
-@gluon.jit
-def copy_at_once(slot, pointer, mask, cache_modifier: gl.constexpr):
-    slot.store(gl.load(pointer, mask=mask, other=0.0))
-
-
-@gluon.jit
-def no_group():
-    pass
-
-
-@gluon.jit
-def nothing_to_wait_for(number: gl.constexpr):
-    pass
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import triton.language as tl
 pytest.importorskip("triton")
 from tests.grouped_gemm.test_simulator import WIDE, sizes_of
 from tests.moe.problems import random_ids
-from tests.moe.test_mover import copy_at_once, no_group, nothing_to_wait_for
 from tests.parallel.test_notify import no_fence, part_of_one_vector, store_flag
+from tests.simulator.plain_copies import copy_at_once, no_group, nothing_to_wait_for
 from tilecrew.device.compat import gl, gluon
 from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import crew_scatter, kernel_grouped_gemm

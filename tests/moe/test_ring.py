@@ -11,7 +11,8 @@ from tests.grouped_gemm.hook_examples import SimulatedCountGate
 from tests.grouped_gemm.problems import H200, assert_close, expected, make
 from tests.grouped_gemm.test_simulator import WIDE, sizes_of
 from tests.moe.problems import random_ids
-from tests.moe.test_mover import copy_at_once, load_flag, no_group, nothing_to_wait_for, row_of_one_tensor
+from tests.moe.test_mover import load_flag, row_of_one_tensor
+from tests.simulator.plain_copies import copy_at_once, no_group, nothing_to_wait_for
 from tilecrew.device.compat import gl, gluon
 from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_gates, kernel_grouped_gemm

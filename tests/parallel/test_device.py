@@ -1,6 +1,5 @@
 """The kernels of tilecrew.parallel compile for sm_90 with every Triton, without spills, into the loads meant."""
 
-import json
 import re
 
 import pytest
@@ -9,14 +8,13 @@ from tests.interpreter import run_interpreted
 
 pytest.importorskip("triton")
 from tests.parallel.device_launches import LAUNCHES
-from tests.tritons import INSTALLED, VERSIONS, output_of_each
+from tests.tritons import INSTALLED, VERSIONS, report_of_each
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Version -> what device_launches printed."""
-    outputs = output_of_each(tmp_path_factory.mktemp, "tests.parallel.device_launches")
-    return {version: json.loads(output) for version, output in outputs.items()}
+    return report_of_each(tmp_path_factory.mktemp, "tests.parallel.device_launches")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import triton
 
 from tests.simulator.conftest import run_under_seeds
-from tests.tritons import INSTALLED, VERSIONS, output_of_each
+from tests.tritons import INSTALLED, VERSIONS, report_of_each
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
 from tilecrew.testing import random_arguments
 
@@ -64,8 +64,7 @@ def simulate_all():
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Version -> what its child printed."""
-    outputs = output_of_each(tmp_path_factory.mktemp, "tests.simulator.test_versions")
-    return {version: json.loads(output) for version, output in outputs.items()}
+    return report_of_each(tmp_path_factory.mktemp, "tests.simulator.test_versions")
 
 
 # Missing versions are reported by tests/gated_delta_rule/test_gluon_compile.py.
