@@ -1,0 +1,38 @@
+"""Three calls of the forward and nothing else, for a profiler, which skips the kernels of the first:
+
+ncu -k regex:'scan|prepare' --launch-skip 2 --launch-count 2 --csv --page raw \
+    --section SpeedOfLight --section WarpStateStats --section ComputeWorkloadAnalysis \
+    --section MemoryWorkloadAnalysis --section Occupancy \
+    --metrics l1tex__data_pipe_lsu_wavefronts.sum,l1tex__data_pipe_lsu_wavefronts_mem_shared.sum \
+    python bench/forward_call.py 4,8192,16,32
+
+bench/results/forward_counters.json has some of what it gave on an H200.
+"""
+
+import sys
+
+import torch
+
+from tilecrew import chunk_gated_delta_rule
+from tilecrew.benchmark.cases import ForwardCase
+
+
+def main() -> int:
+    cases = sys.argv[1:]
+    if not cases:
+        print("forward_call.py BATCH,TOKENS,HEADS,VALUE_HEADS ...", file=sys.stderr)
+        return 2
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for case in cases:
+        a = ForwardCase(*map(int, case.split(","))).arguments(torch.bfloat16, device, norms=True)
+        for _ in range(3):
+            chunk_gated_delta_rule(
+                a.q, a.k, a.v, a.g, a.beta, scale=a.scale, output_final_state=True, use_qk_l2norm_in_kernel=True
+            )
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
