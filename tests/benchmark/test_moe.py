@@ -156,17 +156,28 @@ def test_loads():
 
 def test_ratios_of_what_is_there():
     times = {"copy": 2.0, "first_gemm": 4.0, "dispatch_gemm": 5.0, "combine": 3.0, LAYER: 8.0, GRAPH: 4.0}
-    assert moe_cases.ratios_of({"second_gemm": 2.0, "combine": 1.0, "transfer": 4.0, "gemm_combine": 5.0}) == (
+    second = {"second_gemm": 2.0, "combine": 1.0, "transfer": 4.0, "gemm_combine": 5.0}
+    assert moe_cases.ratios_of(second, gathers=False) == (
         {"max(second_gemm, combine, transfer)": 4.0},
         {"gemm_combine / max(second_gemm, combine, transfer)": 1.25},
     )
-    bounds, ratios = moe_cases.ratios_of({**times, ALL_TO_ALL: 16.0})
+    bounds, ratios = moe_cases.ratios_of({**times, ALL_TO_ALL: 16.0}, gathers=False)
     assert bounds == {"max(first_gemm, copy)": 4.0}
     assert ratios == {
         "dispatch_gemm / max(first_gemm, copy)": 1.25,
         "all-to-all / layer": 2.0,
         "all-to-all / layer, graph": 4.0,
     }
+
+
+def test_ratios_of_a_product_that_gathers():
+    """It makes no copy of rows; the tables beside which tokens are brought are not its own."""
+    times = {"copy": 9.0, "first_gemm": 4.0, "dispatch_gemm": 5.0}
+    assert moe_cases.ratios_of(times, gathers=True) == ({"first_gemm": 4.0}, {"dispatch_gemm / first_gemm": 1.25})
+    bounds, ratios = moe_cases.ratios_of({**times, "tables": 0.5, "bring": 2.0}, gathers=True)
+    assert bounds == {"max(first_gemm, bring)": 4.0}
+    assert ratios == {"(dispatch_gemm - tables) / max(first_gemm, bring)": 1.125}
+    assert moe_cases.ratios_of({"dispatch_gemm": 5.0, "bring": 2.0}, gathers=True) == ({}, {})
 
 
 def test_no_case_is_begun_when_the_time_is_over(tmp_path, monkeypatch):

@@ -138,11 +138,13 @@ def test_matrix_with_pulled_results(size, name, is_beside, monkeypatch):
     check(worlds, world_cases.cases(size, BF16, "cuda")[name], combine="pull")
 
 
+@pytest.mark.parametrize("is_copied", [False, True], ids=["kernel", "copied"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_matrix_with_tokens_of_other_gpus(size, name, monkeypatch):
+def test_matrix_with_tokens_of_other_gpus(size, name, is_copied, monkeypatch):
     """What processes do, where ranks are far: tokens are brought in front of the first GEMM."""
     monkeypatch.setattr("tilecrew.moe.workspace.DispatchLoad", gpu_ranks.far_load(size))
+    monkeypatch.setattr("tilecrew.moe.workspace.copies_tokens", lambda num_tokens, capacity: is_copied)
     worlds = emulate(size)
     case = world_cases.cases(size, BF16, "cuda")[name]
     check(worlds, case, "gather")

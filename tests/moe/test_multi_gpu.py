@@ -10,6 +10,7 @@ from tests.moe.world_cases import Case
 
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+from tilecrew.moe.schedule import copies_tokens
 from tilecrew.parallel import run_processes
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow, pytest.mark.xdist_group("several GPUs")]
@@ -70,9 +71,24 @@ def test_two_processes_that_move_rows_and_pull_results():
     assert run_processes(processes_check, 2, NAMES[::4], "blocks", "pull", **OPTIONS) == [True, True]
 
 
-def processes_graph(world):
+def processes_copy(world):
+    """As many tokens as copy engines bring, and on one rank fewer than that."""
+    case = Case([2048, 300], 4, 9, 264, 64, dtype=BF16, device=world.device)
+    inputs = {world.rank: gpu_ranks.prepare(world, case)}
+    assert world.workspaces[case.sizes].near is not None
+    assert copies_tokens(case.lengths[world.rank], case.sizes.capacity) == (world.rank == 0)
+    with watchdog.watch([world], f"copies of rank {world.rank}"):
+        compare(world, case, inputs, case.expected())
+    return True
+
+
+def test_two_processes_that_copy_tokens():
+    assert run_processes(processes_copy, 2, **OPTIONS) == [True, True]
+
+
+def processes_graph(world, num_tokens):
     """Replays with other tokens, routes and weights, so that what the one before has left is wrong."""
-    shape = ([60] * world.size, 4, 9, 264, 64)
+    shape = ([num_tokens] * world.size, 4, 9, 264, 64)
     cases = [Case(*shape, dtype=BF16, device=world.device, seed=seed) for seed in range(4)]
     inputs = {world.rank: gpu_ranks.prepare(world, cases[0])}
     others, wanted = [gpu_ranks.Inputs(case, world.rank) for case in cases], []
@@ -95,5 +111,6 @@ def processes_graph(world):
     return True
 
 
-def test_graphs_of_two_processes():
-    assert run_processes(processes_graph, 2, **OPTIONS) == [True, True]
+@pytest.mark.parametrize("num_tokens", [60, 1100], ids=["kernel", "copied"])
+def test_graphs_of_two_processes(num_tokens):
+    assert run_processes(processes_graph, 2, num_tokens, **OPTIONS) == [True, True]

@@ -17,6 +17,7 @@ from tilecrew.moe.schedule import (
     NUM_MOVERS,
     DispatchLoad,
     combine_options,
+    copies_tokens,
     gathers,
     num_gemm_blocks,
     pick_combine,
@@ -122,6 +123,14 @@ def test_results_are_pulled_beside_where_they_are_far_and_many():
     assert pulls_beside(512, is_emulated=False)
     assert not pulls_beside(511, is_emulated=False)
     assert not pulls_beside(8192, is_emulated=True)
+
+
+def test_tokens_are_copied_where_most_of_them_are_some():
+    assert copies_tokens(8192, 8192)
+    assert copies_tokens(1024, 2048)
+    assert not copies_tokens(1023, 1023)
+    assert not copies_tokens(1024, 2049)
+    assert not copies_tokens(0, 8192)
 
 
 def test_combine_options():

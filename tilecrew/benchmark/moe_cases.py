@@ -10,9 +10,10 @@ from tilecrew.moe.routing import expert_range
 
 ROUTINGS = ("uniform", "skewed")
 LAYER, GRAPH, ONE_RANK, ALL_TO_ALL = "layer", "layer, graph", "torch, one rank", "all-to-all"
-# What bounds each fused part: its product alone and its transfer alone, of which the slower one remains at best.
-# What a fused part joins; of it what has been measured, but the first two at least.
+# What a fused part joins, of which the slowest remains at best; of it what has been measured, but the first at least.
 BOUNDS = {"dispatch_gemm": ("first_gemm", "copy"), "gemm_combine": ("second_gemm", "combine", "transfer")}
+# A first product that gathers makes no copy of rows.
+GATHERING_BOUNDS = {**BOUNDS, "dispatch_gemm": ("first_gemm", "bring")}
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,23 @@ class Row:
         return {**fields.pop("case"), **fields}
 
 
-def ratios_of(milliseconds: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """bounds and ratios of a Row: of what has been measured."""
+def ratios_of(milliseconds: dict[str, float], gathers: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """bounds and ratios of a Row: of what has been measured.
+
+    gathers: the first product gathers; where "bring" has been measured, its time is without that of the tables, which
+    have to be made in any case, and beside which tokens are brought.
+    """
     bounds, ratios = {}, {}
-    for fused, alone in BOUNDS.items():
-        if all(name in milliseconds for name in alone[:2]):
-            measured = [part for part in alone if part in milliseconds]
-            name = f"max({', '.join(measured)})"
-            bounds[name] = max(milliseconds[part] for part in measured)
-            if fused in milliseconds:
-                ratios[f"{fused} / {name}"] = milliseconds[fused] / bounds[name]
+    for fused, alone in (GATHERING_BOUNDS if gathers else BOUNDS).items():
+        measured = [part for part in alone if part in milliseconds]
+        if alone[0] not in measured:
+            continue
+        name = f"max({', '.join(measured)})" if len(measured) > 1 else alone[0]
+        bounds[name] = max(milliseconds[part] for part in measured)
+        if fused in milliseconds and fused == "dispatch_gemm" and "bring" in measured and "tables" in milliseconds:
+            ratios[f"({fused} - tables) / {name}"] = (milliseconds[fused] - milliseconds["tables"]) / bounds[name]
+        elif fused in milliseconds:
+            ratios[f"{fused} / {name}"] = milliseconds[fused] / bounds[name]
     for other in (ONE_RANK, ALL_TO_ALL):
         for ours in (LAYER, GRAPH):
             if other in milliseconds and ours in milliseconds:

@@ -19,7 +19,7 @@ from tilecrew.benchmark.moe_cases import (
     tokens_of,
     weights_of,
 )
-from tilecrew.benchmark.moe_parts import PARTS, PROCESS_PARTS, Rank
+from tilecrew.benchmark.moe_parts import PARTS, Rank
 from tilecrew.benchmark.moe_torch import all_to_all_layer, one_rank_layer, require_right
 from tilecrew.benchmark.processes import Processes, graph_of, reason_of, slowest_in_turn
 from tilecrew.benchmark.timing import in_turn
@@ -96,7 +96,7 @@ def measure_process(case: Case, processes: Processes, forms: Forms, seconds: flo
     calls, failures = dict[str, Callable[[], Any]](), dict[str, str]()
     rank.route()
     world.synchronize()
-    for name in ("layer", *PROCESS_PARTS):
+    for name in ("layer", *rank.process_parts):
         _prepare_part(name, rank, processes, calls, failures)
 
     def all_to_all() -> torch.Tensor:
@@ -161,8 +161,8 @@ def _row(
     case: Case, rank: Rank, routes: torch.Tensor, flops: int, milliseconds: dict[str, float], failures: dict[str, str]
 ) -> Row:
     layers = [name for name in (LAYER, GRAPH, ONE_RANK, ALL_TO_ALL) if name in milliseconds]
-    bounds, ratios = ratios_of(milliseconds)
     gathers = rank.workspace.gathers
+    bounds, ratios = ratios_of(milliseconds, gathers)
     seconds = None if gathers else rank.workspace.predicted_seconds
     return Row(
         case,

@@ -1,5 +1,6 @@
 """The parts of the expert-parallel layer as calls of one rank, and checks of what each has computed."""
 
+import dataclasses
 import importlib
 
 import torch
@@ -20,6 +21,8 @@ from tilecrew.parallel.world import World
 PARTS = ("copy", "dispatch_gemm", "first_gemm", "second_gemm", "gemm_combine", "combine")
 # Between processes also what their link takes.
 PROCESS_PARTS = (*PARTS, "transfer")
+# And where tokens of other GPUs are brought.
+BRINGING_PARTS = ("tables", "bring")
 
 
 class Rank:
@@ -28,7 +31,10 @@ class Rank:
     route            collective: shares the tokens of all ranks, builds the tables
     layer            collective: `tilecrew.moe_forward` as a whole
     copy             rows of all ranks' tokens, moved by communication blocks, and nothing beside
-    dispatch_gemm    the first product, with dispatch beside it; or it gathers, behind the tokens of other GPUs
+    tables           the tables of all ranks' routes
+    bring            tokens of other GPUs, and nothing beside
+    dispatch_gemm    the first product, with dispatch beside it; or it gathers, behind the tokens of other GPUs where
+                     these are brought, and behind the tables beside which they come
     first_gemm       the same product alone
     second_gemm      the second product alone
     gemm_combine     collective: the second product, with combine beside it
@@ -59,7 +65,18 @@ class Rank:
         self.out = self.layer_out = self.combined
         self.transferred = x.new_empty(sizes.capacity, sizes.hidden_size)
         self.routing: Routing
+        self.tables_again: Routing
         self.routes_of_peers: dict[int, int] = {}
+
+    @property
+    def brings(self) -> bool:
+        """Whether tokens of other GPUs are brought before the first product; the same on all ranks."""
+        return self.workspace.gathers and self.world.stream is None and self.world.size > 1
+
+    @property
+    def process_parts(self) -> tuple[str, ...]:
+        """What is measured between processes."""
+        return (*PROCESS_PARTS, *BRINGING_PARTS) if self.brings else PROCESS_PARTS
 
     def route(self) -> None:
         self.routing = self.workspace.share_tokens(*self.tokens)
@@ -83,12 +100,22 @@ class Rank:
             fused._dispatch_on_cpu(self.workspace, self.routing, self.rows)
 
     def dispatch_gemm(self) -> None:
-        if self.workspace.gathers:
-            self.workspace.bring_tokens()
-        else:
+        routing = self.routing
+        if self.brings:
+            self.workspace.bring_tokens(self.tokens[0].shape[0])
+            routing = self.workspace.make_tables()  # not kept: in a graph they are the graph's
+        if not self.workspace.gathers:
             self.workspace.counters.zero_()
         rows = None if self.workspace.gathers else self.rows
-        fused.dispatch_gemm(self.workspace, self.routing, self.w_gate_up, SWIGLU, rows, self.hidden)
+        fused.dispatch_gemm(self.workspace, routing, self.w_gate_up, SWIGLU, rows, self.hidden)
+
+    def tables(self) -> None:
+        self.tables_again = self.workspace.make_tables()
+
+    def bring(self) -> None:
+        if self.workspace.near is not None:
+            self.workspace.bring_tokens(self.tokens[0].shape[0])
+            torch.cuda.current_stream().wait_stream(self.world.side_stream)
 
     def first_gemm(self) -> None:
         self._gemm(self.rows, self.w_gate_up, self.hidden, SWIGLU)
@@ -128,6 +155,9 @@ class Rank:
             "first_gemm": [self.hidden],
             "combine": [self.combined],
         }
+        near = self.workspace.near
+        if near is not None and name in ("bring", "dispatch_gemm"):
+            near.fill_(float("nan"))
         for tensor in written.get(name, []):
             tensor.fill_(float("nan"))
 
@@ -138,6 +168,10 @@ class Rank:
             require_right(self.out, self.tokens, self.w_all)
         elif name in ("copy", "dispatch_gemm"):
             self._check_rows()  # dispatch_gemm: those of copy, where it has none
+        elif name == "tables":
+            self._check_tables()
+        elif name == "bring":
+            self._check_near()
         if name in ("dispatch_gemm", "first_gemm") and not bool(self.hidden[: self._num_rows()].isfinite().all()):
             raise AssertionError("not all rows have been multiplied")
         if name == "dispatch_gemm" and self.workspace.gathers:
@@ -160,6 +194,20 @@ class Rank:
                 raise AssertionError(f"rows are not those of the tokens of rank {peer}")
         if self.rows[:num_rows][source < 0].any():
             raise AssertionError("padding is not zero")
+
+    def _check_tables(self) -> None:
+        for field in dataclasses.fields(Routing):
+            first, again = (getattr(tables, field.name) for tables in (self.routing, self.tables_again))
+            if not (torch.equal(first, again) if isinstance(first, torch.Tensor) else first == again):
+                raise AssertionError(f"{field.name} of the tables is not what it was")
+
+    def _check_near(self) -> None:
+        source, token = self.routing.pull_dispatch_indices[: self._num_rows()].long().unbind(1)
+        for peer in range(self.world.size):
+            needed = token[source == peer].unique()
+            there = self.workspace.tokens.peer(peer)
+            if not torch.equal(self.workspace.tokens_of(peer)[needed], there[needed]):
+                raise AssertionError(f"tokens of rank {peer} have not been brought")
 
     def _gemm(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, epilogue: Epilogue | None) -> None:
         if x.shape[0] == 0:

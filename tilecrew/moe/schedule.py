@@ -6,7 +6,9 @@ warps     a mover warp in every block of the GEMM; costs no multiprocessor. Need
 
 A product of gathered rows takes no longer than one of rows in their order, less where rows are padded, because padding
 is not read. Tokens of other GPUs must be near before: a tile needs any of them, so all that have a route to the rank
-are brought, once each, beside the making of the tables.
+are brought, once each, beside the making of the tables. Copy engines do so where there are many: they take no
+multiprocessor from the tables, and fill the link, where a kernel moved 150 GB/s of 380. They know nothing of routes,
+nor of how many tokens a peer has, and copy all that it may have: which a call with few tokens would wait for.
 Gradients of the weights need the rows in their order: calls with gradients, and backward, have blocks or warps.
 
 Operands of wgmma come from shared memory and fill its bandwidth: a mover beside them is slow, and slows them down. A
@@ -54,6 +56,7 @@ FLOPS_PER_SECOND = 760e12
 MEMORY_BYTES_PER_SECOND = 3.6e12
 TILE_COLUMNS = 256
 MOST_IDLE = 20  # one multiprocessor of so many may be idle for a better number of blocks
+LEAST_COPIED_TOKENS = 1024  # a copy engine needs some 10 us to begin
 LEAST_BLOCKS_TOKENS = 512
 LEAST_PULLED_TOKENS = 512
 # Of combine blocks a thread has 16 bytes of each route of its tokens in flight, or twice that.
@@ -172,6 +175,12 @@ def gathers(dispatch: str | None, problem: Problem, hardware: Hardware) -> bool:
     if dispatch == "gather" and limit is not None:
         raise ValueError(f"dispatch='gather' cannot run: {limit}")
     return limit is None
+
+
+def copies_tokens(num_tokens: int, capacity: int) -> bool:
+    """Whether copy engines bring the tokens of other GPUs, all `capacity` of each, to a rank that itself has
+    num_tokens: with fewer than half of the capacity most of what they copy would be nobody's."""
+    return num_tokens >= LEAST_COPIED_TOKENS and 2 * num_tokens >= capacity
 
 
 def pick_dispatch(dispatch: str | None, load: DispatchLoad, hardware: Hardware, capacity: int) -> str | None:

@@ -10,7 +10,16 @@ from tilecrew._launches import LaunchMemory, launch
 from tilecrew._shapes import require_dtype
 from tilecrew.grouped_gemm.schedule import MAX_ROWS, Problem
 from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range, max_rows
-from tilecrew.moe.schedule import BRING, DispatchLoad, gathers, pick_combine, pick_dispatch, pulls_beside, ring_options
+from tilecrew.moe.schedule import (
+    BRING,
+    DispatchLoad,
+    copies_tokens,
+    gathers,
+    pick_combine,
+    pick_dispatch,
+    pulls_beside,
+    ring_options,
+)
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
 from tilecrew.parallel.signal import Signals
@@ -132,7 +141,7 @@ class MoEWorkspace:
             if self.gathers and load.num_ranks > 1:
                 shape = (world.size - 1, sizes.capacity, sizes.hidden_size)
                 self.near = torch.empty(shape, dtype=sizes.dtype, device=device)
-            places = [self._tokens_of(rank).data_ptr() for rank in range(world.size)]
+            places = [self.tokens_of(rank).data_ptr() for rank in range(world.size)]
             self.token_places = torch.tensor(places, dtype=torch.int64, device=device)
             self.staged = None
             if self.combine == "pull" and world.size > 1 and pulls_beside(sizes.capacity, is_emulated):
@@ -182,17 +191,30 @@ class MoEWorkspace:
             self._next_epoch()
         self.barrier()
         if brings:
-            self.bring_tokens()
+            self.bring_tokens(x.shape[0])
+        return self.make_tables()
+
+    def make_tables(self) -> Routing:
+        """This rank's tables, from the ids that all ranks have shared."""
         self._gather_tables()
         return build_routing(
             self._all_ids, num_experts=self.sizes.num_experts, rank=self.world.rank, row_block=ROW_BLOCK
         )
 
-    def bring_tokens(self) -> None:
-        """Tokens of all other GPUs that have routes to this rank to `near`, on the side stream."""
+    def bring_tokens(self, num_tokens: int) -> None:
+        """Tokens of all other GPUs that have routes to this rank to `near`, on the side stream.
+
+        num_tokens: of this rank, by which `schedule.copies_tokens` says whether copy engines bring all there are.
+        """
         if self.near is None:
             return
         world, sizes, side = self.world, self.sizes, self.world.side_stream
+        if copies_tokens(num_tokens, sizes.capacity):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for slot, near in enumerate(self.near):
+                    near.copy_(self.tokens.peer((world.rank + 1 + slot) % world.size), non_blocking=True)
+            return
         tensors = (self.tokens.local, self.tokens.offsets, self.ids.local, self.ids.offsets)
         numbers = (world.rank, world.size, sizes.capacity, self.experts.start, self.experts.stop, sizes.hidden_size)
         options = {"TOP_K": sizes.top_k, **BRING}
@@ -205,7 +227,7 @@ class MoEWorkspace:
                 lambda: launch(dispatch_kernels().bring_kernel, num_programs, (tensors, self.near, *numbers), options),
             )
 
-    def _tokens_of(self, rank: int) -> torch.Tensor:
+    def tokens_of(self, rank: int) -> torch.Tensor:
         """Where a first GEMM that gathers finds the tokens of a rank."""
         if self.near is None or rank == self.world.rank:
             return self.tokens.peer(rank)
