@@ -119,14 +119,21 @@ class TileWalk:
     @gluon.jit
     def tile(self, index, config: gl.constexpr):
         """Tile number `index`. Few row blocks and all their columns come together: their rows and the columns of
-        their weights then stay in the L2 cache."""
+        their weights then stay in the L2 cache. Where rows are scattered a row block that is mostly padding takes less
+        time, and each band begins one row block further on than the band before: a block of a grid that is a multiple
+        of it would otherwise have the same place in every band, and, say of groups with two row blocks, only first or
+        only second ones."""
         tiles_of_band = self.num_column_blocks * config.band
         band = index // tiles_of_band
         first_row_block = band * config.band
         height = gl.minimum(self.num_row_blocks - first_row_block, config.band)
         index_in_band = index - band * tiles_of_band
         column_block = index_in_band // height
-        row_block = first_row_block + index_in_band - column_block * height
+        place = index_in_band - column_block * height
+        if config.scatters:
+            place += gl.where(height == config.band, remainder(band, config.band), 0)
+            place = gl.where(place < height, place, place - height)
+        row_block = first_row_block + place
         # The group is the number of groups that end before; its first block is where the last of these ends.
         group = row_block * 0
         first_block = row_block * 0
