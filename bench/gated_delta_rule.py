@@ -14,6 +14,8 @@ from tilecrew.benchmark import report
 from tilecrew.benchmark.measure import OURS, Row, measure_decode, measure_forward
 from tilecrew.benchmark.run import setting_of, settings_of
 
+OPERATORS = ["forward", "decode"]
+
 
 def line_of(row: Row) -> str:
     times = " ".join(
@@ -29,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="installed", help="'installed', or names with commas between")
     parser.add_argument("--cases", default="", choices=["", "targets", "small"])
+    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=OPERATORS)
     parser.add_argument("--json", type=Path, required=True, help="where to write the rows, after every case")
     parser.add_argument("--seconds", type=float, default=0.1, help="spent on each measured point")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no case is begun")
@@ -40,6 +43,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     problems = [(case, norms) for case in settings.forward for norms in (False, True)]
+    problems = problems if "forward" in options.operators else []
+    decode_cases = settings.decode if "decode" in options.operators else ()
     deadline, rows = time.monotonic() + options.limit, list[Row]()
 
     def keep(found: list[Row]) -> None:
@@ -50,7 +55,7 @@ def main() -> int:
     for case, norms in problems:
         if time.monotonic() < deadline:
             keep(measure_forward(case, norms, list(settings.peers), settings.dtype, device, options.seconds))
-    for decode_case in settings.decode:
+    for decode_case in decode_cases:
         if time.monotonic() < deadline:
             keep(measure_decode(decode_case, settings.dtype, device, options.seconds))
     return 1 if any(row.refused for row in rows if row.name == OURS) else 0

@@ -50,6 +50,11 @@ class Hardware:
             return f"it needs compute capability 8.0 or newer, the device is {self._describe()}"
         return None
 
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel may be on the device before the one in front of it has ended, and wait there."""
+        return self.backend == "cuda" and self.capability >= (9, 0)
+
     def _describe(self) -> str:
         if self.backend != "cuda":
             return self.name or self.backend

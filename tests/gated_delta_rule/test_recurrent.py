@@ -15,6 +15,7 @@ from tests.gated_delta_rule.kernel_checks import (
     recurrent_as_float64,
 )
 from tests.interpreter import run_interpreted
+from tilecrew._hardware import Hardware
 from tilecrew.gated_delta_rule import recurrent, reference
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.testing import random_arguments
@@ -32,7 +33,7 @@ def test_under_the_interpreter():
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("capability", [80, 90, 120])
-def test_compiles_to_16_byte_accesses_of_the_state_without_spills(capability, state_v_first, num_tokens):
+def test_compiles_to_16_byte_accesses_of_the_state_without_spills(capability, state_v_first, num_tokens, monkeypatch):
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
@@ -41,6 +42,8 @@ def test_compiles_to_16_byte_accesses_of_the_state_without_spills(capability, st
 
     options = {"pool": [0, 1, 2], "inplace_state": True, "use_qk_l2norm": True, "state_v_first": state_v_first}
     arguments = random_recurrent_arguments(3, num_tokens, dtype=torch.bfloat16, **options)
+    hardware = Hardware("cuda", "cuda", divmod(capability, 10))
+    monkeypatch.setattr(kernel_recurrent, "hardware_of", lambda device: hardware)
     launch = kernel_recurrent.make_launch(arguments, torch.empty_like(arguments.v), arguments.initial_state)
     compiled = aot.compile_launch(launch, GPUTarget("cuda", capability, 32))
     config = launch.args[-1]
@@ -48,6 +51,12 @@ def test_compiles_to_16_byte_accesses_of_the_state_without_spills(capability, st
     assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"])) >= num_accesses
     assert len(re.findall(r"st\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"])) == num_accesses
     assert aot.resources(compiled).stack_bytes == 0
+    ptx = compiled.asm["ptx"]
+    starts_early = capability >= 90
+    assert launch.options.get("launch_pdl", False) == starts_early
+    assert ("griddepcontrol.launch_dependents" in ptx) == starts_early
+    if starts_early:  # nothing is read in front of the wait
+        assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
 
 
 @pytest.mark.parametrize("lengths", [None, [3, 0, 1, 5]])
@@ -198,6 +207,50 @@ def test_cuda_graph_decodes_step_by_step():
         expected_o, _ = kernel_recurrent.forward(expected)
         assert torch.equal(o, expected_o)
         assert torch.equal(arguments.initial_state, start)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_other_kernels", [False, True])
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_what_starts_early_waits_for_what_is_in_front_of_it(state_v_first, has_other_kernels):
+    """The call before, whose states a call goes on from, and torch's kernel that makes q."""
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    options = {"pool": list(range(64)), "inplace_state": True, "state_v_first": state_v_first, "device": "cuda"}
+    arguments = random_recurrent_arguments(64, 1, dtype=torch.bfloat16, **options)
+
+    def steps(waits):
+        found = [arguments.initial_state.clone()]
+        for step in range(50):
+            q = arguments.q.roll(step, 0) if has_other_kernels else arguments.q
+            found.append(kernel_recurrent.forward(replace(arguments, q=q, initial_state=found[0]))[0])
+            if waits:
+                torch.cuda.synchronize()
+        return found
+
+    expected = steps(waits=True)
+    assert all(x.isfinite().all() for x in expected)
+    for _ in range(3):
+        assert all(torch.equal(*pair) for pair in zip(steps(waits=False), expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_a_sequence_has_the_same_bits_in_every_batch(state_v_first):
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    options = {"state_v_first": state_v_first, "output_final_state": True, "device": "cuda"}
+    arguments = random_recurrent_arguments(300, 1, dtype=torch.bfloat16, **options)
+    o, final_state = kernel_recurrent.forward(arguments)
+    for first, last in ((7, 8), (7, 40)):
+        part = {
+            name: value[first:last]
+            for name, value in vars(arguments).items()
+            if isinstance(value, torch.Tensor) and value.shape[0] == 300
+        }
+        o_part, state_part = kernel_recurrent.forward(replace(arguments, **part))
+        assert torch.equal(o_part, o[first:last])
+        assert torch.equal(state_part, final_state[first:last])
 
 
 @LARGE_MEMORY

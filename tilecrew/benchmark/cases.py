@@ -64,16 +64,19 @@ class ForwardCase:
 class DecodeCase:
     """One token for each of `num_sequences` sequences, the float32 state updated in place, in each of several layers.
 
-    num_layers    as many as Qwen3-Next has, or as have 2 GiB of state: more than an L2 cache holds in any case
+    num_layers       as many as Qwen3-Next has, or as have 2 GiB of state: more than an L2 cache holds in any case
+    state_v_first    states are [V, K] instead of [K, V]
     """
 
     num_sequences: int
     num_heads: int = 16
     num_value_heads: int = 32
+    state_v_first: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.num_sequences}, {self.num_heads}/{self.num_value_heads}"
+        layout = ", V first" if self.state_v_first else ""
+        return f"{self.num_sequences}, {self.num_heads}/{self.num_value_heads}{layout}"
 
     @property
     def num_layers(self) -> int:
@@ -102,6 +105,7 @@ class DecodeCase:
             beta=arguments.beta,
             scale=arguments.scale,
             initial_state=arguments.initial_state,
+            state_v_first=self.state_v_first,
             output_final_state=True,
             inplace_state=True,
         )
@@ -126,6 +130,8 @@ FORWARD = {
     "small": [ForwardCase(1, 1024, 4, 8), ForwardCase(2, 512, 4, 8)],
 }
 DECODE = {
-    "targets": [DecodeCase(num_sequences) for num_sequences in (1, 8, 32, 128, 512)],
-    "small": [DecodeCase(1, 4, 8), DecodeCase(8, 4, 8)],
+    "targets": [
+        DecodeCase(number, state_v_first=layout) for layout in (False, True) for number in (1, 8, 32, 128, 512)
+    ],
+    "small": [DecodeCase(1, 4, 8), DecodeCase(8, 4, 8), DecodeCase(3, 4, 8, state_v_first=True)],
 }

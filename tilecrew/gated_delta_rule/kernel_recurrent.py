@@ -16,6 +16,9 @@ Buffers: the state tile stays in registers from its load to its store. Consecuti
 
 Per program: row of the state (state_indices) -> load S -> per token: load q, k, v, gates; two sums; update; store o ->
 store S. A padded sequence (negative index) loads nothing, stores zeros as outputs, and leaves the pool alone.
+
+Where the GPU has programmatic dependent launch, programs take the places of those of the kernel before as these end,
+wait until all have, and read nothing before: of a model's layers, whose kernels are short, that is a microsecond each.
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilecrew._hardware import hardware_of
 from tilecrew.device.launch import Launch
 from tilecrew.gated_delta_rule.kernel_gates import L2NORM_EPS, floored, log_decay, write_strength
 from tilecrew.gated_delta_rule.kernel_strides import leading_strides, offset_of
@@ -82,6 +86,7 @@ class Config(NamedTuple):
     USE_L2NORM: bool
     USE_BETA_SIGMOID: bool
     ALLOW_NEG_EIGVAL: bool
+    STARTS_EARLY: bool
 
 
 def forward(arguments: RecurrentArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -101,7 +106,10 @@ def make_launch(arguments: RecurrentArguments, o: torch.Tensor, final_state: tor
     has_tail = arguments.cu_seqlens is not None
     num_programs = (arguments.num_sequences + has_tail) * config.HV * -(-config.V // config.BLOCK_V)
     args = (*_kernel_arguments(arguments, o, final_state), config)
-    return Launch(recurrent_kernel, num_programs, args, {"num_warps": num_warps, "num_stages": 1})
+    options = {"num_warps": num_warps, "num_stages": 1}
+    if config.STARTS_EARLY:
+        options["launch_pdl"] = True
+    return Launch(recurrent_kernel, num_programs, args, options)
 
 
 def make_config(arguments: RecurrentArguments) -> tuple[Config, int]:
@@ -124,20 +132,21 @@ def make_config(arguments: RecurrentArguments) -> tuple[Config, int]:
         USE_L2NORM=arguments.use_qk_l2norm,
         USE_BETA_SIGMOID=arguments.use_beta_sigmoid,
         ALLOW_NEG_EIGVAL=arguments.allow_neg_eigval,
+        STARTS_EARLY=hardware_of(arguments.q.device).has_dependent_launch,
     )
     return config, num_warps
 
 
 def pick_tile(block_k: int, value_dim: int, state_v_first: bool) -> tuple[int, int]:
-    """A program's block of V and its warps: so small that one sequence of 32 heads occupies every SM of a large GPU.
+    """A program's block of V and its warps: 64 floats of state a thread. The same for every number of sequences, so
+    that one has the same bits in every batch.
 
-    [K, V]: up to 32 values make 128 contiguous bytes of each row; 32 floats of state a thread, sums over K cross warps.
-    [V, K]: whole rows are contiguous whatever the block; 64 floats a thread keep sums over K within a warp up to K =
-    128.
+    [K, V]: 32 values make 128 contiguous bytes of each row. Of 16 an SM would draw less, and of 64 one sequence of 32
+    heads would not occupy a large GPU (docs/notes/decode.md).
+    [V, K]: whole rows are contiguous whatever the block; sums over K stay within a warp up to K = 128.
     """
     block_v = min(16 if state_v_first else 32, triton.next_power_of_2(value_dim))
-    floats_per_warp = 32 * (64 if state_v_first else 32)
-    return block_v, max(1, block_k * block_v // floats_per_warp)
+    return block_v, max(1, block_k * block_v // (32 * 64))
 
 
 def _kernel_arguments(arguments: RecurrentArguments, o: torch.Tensor, final_state: torch.Tensor | None) -> tuple:
@@ -189,6 +198,9 @@ def _final_state(arguments: RecurrentArguments) -> torch.Tensor | None:
 def recurrent_kernel(o, tokens, strides, state, cu_seqlens, scale, num_sequences, num_tokens, config: tl.constexpr):
     BLOCK_V: tl.constexpr = config.BLOCK_V
     NUM_V_BLOCKS: tl.constexpr = (config.V + BLOCK_V - 1) // BLOCK_V
+    if config.STARTS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     head = (program // NUM_V_BLOCKS) % config.HV
     sequence = (program // (NUM_V_BLOCKS * config.HV)).to(tl.int64)
