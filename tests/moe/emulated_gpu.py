@@ -177,6 +177,25 @@ def test_the_host_never_waits(dispatch, sync_is_an_error):
     synchronize(worlds)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_workspaces_made_under_inference(mode, dispatch):
+    """They serve calls in the mode, on its tensors, and calls with gradients."""
+    case = Case([40, 130], 2, 5, 136, 64, dtype=BF16, device="cuda")
+    wanted = case.expected()
+    with mode():
+        worlds = emulate(2)
+        own = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    assert own[0].x.is_inference() == (mode is torch.inference_mode)
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case)
+    with watchdog.watch(worlds, "calls in all modes"):
+        for _ in range(2):
+            with mode():
+                outs = on_every_rank(worlds, gpu_ranks.forward, own)
+                synchronize(worlds)
+            gpu_ranks.check_forward(case, outs, wanted)
+            compare_gradients(worlds, case, inputs, wanted)
+
+
 @pytest.mark.parametrize(("size", "hidden", "intermediate"), [(2, 2048, 768), (4, 2880, 128), (8, 7168, 256)])
 def test_large(size, hidden, intermediate):
     worlds = emulate(size)

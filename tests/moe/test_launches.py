@@ -70,6 +70,30 @@ def test_no_deadlock_and_nothing_loaded_late(size, dispatch, combine, is_beside,
         assert any(entry.name == "pull_kernel" for entry in recorder.log) == is_beside, name
 
 
+@pytest.mark.parametrize("dispatch", ["warps", "gather"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_workspaces_made_under_inference(mode, dispatch, recorder):
+    """Kernels of backward are loaded too, and calls under inference need no others."""
+    worlds = recorder.worlds(2)
+    case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
+    with mode():
+        make_workspaces(recorder, worlds, case.sizes, dispatch)
+    loaded, operators = recorder.kernels(), set(recorder.operators)
+    with mode():
+        inputs = [gpu_ranks.Inputs(case, rank) for rank in range(2)]
+        recorder.clear()
+        with recorder:
+            recorder.on_every_rank(worlds, gpu_ranks.forward, inputs)
+        assert recorder.kernels() <= loaded
+        assert recorder.operators <= operators
+        assert recorder.drain(2) == []
+    forward_and_backward(recorder, worlds, [gpu_ranks.Inputs(case, rank) for rank in range(2)])
+    assert recorder.drain(2) == []
+    assert recorder.kernels() <= loaded
+    assert recorder.operators <= operators
+    assert recorder.host_waits == 0
+
+
 @pytest.mark.slow
 def test_tokens_of_other_gpus_are_there_before_they_are_gathered(recorder, monkeypatch):
     """The GEMM that gathers is behind the side stream, which is behind the barrier of the tokens."""

@@ -13,6 +13,7 @@ from tilecrew.moe.routing import ROW_BLOCK, Routing, build_routing, expert_range
 from tilecrew.moe.schedule import BRING, DispatchLoad, gathers, pick_combine, pick_dispatch, pulls_beside, ring_options
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
+from tilecrew.parallel.memory import ordinary_tensors
 from tilecrew.parallel.signal import Signals
 from tilecrew.parallel.tensor import ParallelTensor
 from tilecrew.parallel.world import World
@@ -39,7 +40,8 @@ class MoEWorkspace:
     """Buffers and flags of one rank for mixture-of-experts layers of certain sizes; layers of the same sizes share it.
 
     Making one is collective: every rank does so, in the same order. It is kept by the world, where `moe_forward` finds
-    it, until `destroy`. P is the most rows that a rank's experts can get: those of all tokens of all ranks, padded.
+    it, until `destroy`. It may be made with gradients disabled, also under torch.inference_mode, and serves calls with
+    and without. P is the most rows that a rank's experts can get: those of all tokens of all ranks, padded.
 
     tokens           ParallelTensor [capacity, H]: x of each rank, in backward the gradient of its output
     ids, weights     ParallelTensors [capacity, K] int32 and wide: routes of each rank, -1 behind its tokens
@@ -68,6 +70,7 @@ class MoEWorkspace:
     Raises TypeError or ValueError for sizes that do not fit, and on every rank where ranks differ in them.
     """
 
+    @ordinary_tensors()
     def __init__(
         self,
         world: World,
@@ -277,7 +280,7 @@ class MoEWorkspace:
         from tilecrew.moe.expert_parallel import load
 
         self._is_loading = True
-        with self.world.use():
+        with self.world.use(), torch.enable_grad():
             load(self)
             self.epoch.fill_(as_int32(self.world.first_epoch))
         torch.cuda.synchronize(self.world.device)

@@ -8,6 +8,7 @@ from tilecrew._hardware import hardware_of
 from tilecrew.grouped_gemm.hooks import BandGate
 from tilecrew.grouped_gemm.schedule import Problem, pick
 from tilecrew.parallel import fusion
+from tilecrew.parallel.memory import ordinary_tensors
 from tilecrew.parallel.signal import Signals
 from tilecrew.parallel.tensor import ParallelTensor
 from tilecrew.parallel.world import World
@@ -42,6 +43,7 @@ class AllGatherGemm:
     rank where ranks differ.
     """
 
+    @ordinary_tensors()
     def __init__(self, world: World, w: torch.Tensor, num_rows: int, *, num_comm_blocks: int | None = None) -> None:
         fusion.check_weights(world, w)
         fusion.check_rows(world, num_rows)

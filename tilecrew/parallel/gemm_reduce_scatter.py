@@ -10,6 +10,7 @@ from tilecrew.grouped_gemm import operators
 from tilecrew.grouped_gemm.hooks import Identity
 from tilecrew.grouped_gemm.schedule import Problem, pick, supports
 from tilecrew.parallel import fusion, host_signal
+from tilecrew.parallel.memory import ordinary_tensors
 from tilecrew.parallel.signal import Signals
 from tilecrew.parallel.tensor import ParallelTensor
 from tilecrew.parallel.world import World
@@ -73,6 +74,7 @@ class GemmReduceScatter:
     Raises TypeError or ValueError for a bad argument, and on every rank where ranks differ.
     """
 
+    @ordinary_tensors()
     def __init__(self, world: World, w: torch.Tensor, num_rows: int, *, num_comm_blocks: int | None = None) -> None:
         fusion.check_weights(world, w)
         fusion.check_rows(world, num_rows)

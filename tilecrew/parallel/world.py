@@ -21,7 +21,7 @@ from tilecrew.parallel.control import (
     control_length,
     record_offset,
 )
-from tilecrew.parallel.memory import Emulated, SharedMemory, SymmetricMemory
+from tilecrew.parallel.memory import Emulated, SharedMemory, SymmetricMemory, ordinary_tensors
 from tilecrew.parallel.tensor import ParallelTensor
 
 LONGEST_TIMEOUT = 3600.0
@@ -155,7 +155,8 @@ class World:
         Raises ValueError on every rank where they differ in `signature`.
         """
         self.require_open()
-        return self.provider.allocate(self.rank, signature, num_bytes, initialize)
+        with ordinary_tensors():
+            return self.provider.allocate(self.rank, signature, num_bytes, initialize)
 
     def agree(self, what: str) -> None:
         """Collective: raises ValueError on every rank where ranks differ in `what`, a text."""
