@@ -146,7 +146,10 @@ def test_matrix_with_tokens_of_other_gpus(size, name, monkeypatch):
     worlds = emulate(size)
     case = world_cases.cases(size, BF16, "cuda")[name]
     check(worlds, case, "gather")
-    assert all(world.workspaces[case.sizes].near.shape[0] == size - 1 for world in worlds)
+    for world in worlds:
+        workspace = world.workspaces[case.sizes]
+        assert (workspace.near is None) == (len(workspace.experts) == 0)
+        assert workspace.near is None or workspace.near.shape[0] == size - 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -373,6 +376,31 @@ def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
     again = on_every_rank(worlds, gpu_ranks.forward, others[0])  # eager calls go on where replays have left epochs
     synchronize(worlds)
     assert all(torch.equal(a, b) for a, b in zip(again, wanted[0], strict=True))
+
+
+def test_cuda_graphs_of_ranks_without_experts(dispatch, monkeypatch):
+    """They bring no tokens, or the capture could not end: nothing would wait for their side streams."""
+    monkeypatch.setattr("tilecrew.moe.workspace.DispatchLoad", gpu_ranks.far_load(3))
+    worlds = emulate(3)
+    case = Case([40, 130, 9], 2, 2, 136, 64, dtype=BF16, device="cuda")
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    wanted = case.expected()
+    eager = on_every_rank(worlds, gpu_ranks.forward, inputs)
+    synchronize(worlds)
+    gpu_ranks.check_forward(case, eager, wanted)
+    graphs, outs = [], []
+    for world in worlds:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=world.stream):
+            outs.append(gpu_ranks.forward(world, inputs))
+    for _ in range(3):
+        for out in outs:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with watchdog.watch(worlds, "a replay"):
+            on_every_rank(worlds, lambda world: graphs[world.rank].replay())
+            synchronize(worlds)
+        assert all(torch.equal(a, b) for a, b in zip(outs, eager, strict=True))
 
 
 @pytest.mark.parametrize("combine", ["push", "pull"])

@@ -117,6 +117,25 @@ def test_tokens_of_other_gpus_are_there_before_they_are_gathered(recorder, monke
         assert any(bring < number < gemm and own[number].stream == world.stream.name for number in waits)
 
 
+def test_a_rank_without_experts_brings_no_tokens(recorder, monkeypatch):
+    """Its first GEMM, which there is none of, is what would wait for its side stream: a captured call could not end."""
+    monkeypatch.setattr(workspace, "DispatchLoad", gpu_ranks.far_load(3))
+    worlds = recorder.worlds(3)
+    case = Case([3, 5, 4], 2, 2, 64, 32, dtype=BF16)
+    make_workspaces(recorder, worlds, case.sizes, "gather")
+    assert [world.workspaces[case.sizes].near is None for world in worlds] == [False, False, True]
+    assert int(worlds[2].workspaces[case.sizes].token_places.abs().min()) > 0
+    forward_and_backward(recorder, worlds, [gpu_ranks.Inputs(case, rank) for rank in range(3)])
+    assert recorder.drain(3) == []
+    for world in worlds:
+        brings = [entry.rank for entry in recorder.log if entry.name == "bring_kernel" and entry.rank == world.rank]
+        assert bool(brings) == (world.rank < 2)
+        # What is on a side stream, the rank's own stream has waited for.
+        used = [n for n, entry in enumerate(recorder.log) if entry.stream == world.side_stream.name]
+        joined = [n for e in recorder.log if e.kind == "wait" and e.stream == world.stream.name for n in e.entries]
+        assert set(used[-1:]) <= set(joined)
+
+
 def test_sides_are_no_streams_of_ranks(recorder):
     worlds = recorder.worlds(2)
     case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)

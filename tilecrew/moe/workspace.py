@@ -45,7 +45,8 @@ class MoEWorkspace:
 
     tokens           ParallelTensor [capacity, H]: x of each rank, in backward the gradient of its output
     ids, weights     ParallelTensors [capacity, K] int32 and wide: routes of each rank, -1 behind its tokens
-    near             [W - 1, capacity, H] or None: tokens of other GPUs, for a first GEMM that gathers; next rank first
+    near             [W - 1, capacity, H] or None: tokens of other GPUs, for a first GEMM that gathers; next rank first.
+                     None on a rank without experts, which gathers nothing
     returned         ParallelTensor [capacity * K, H] or None: results for this rank's routes, where experts push them
     results          ParallelTensor [P, H] or None: what the experts of each rank have computed, where it is pulled
     staged           [capacity * K, H] or None: results of other ranks for this rank's routes, pulled beside the GEMM
@@ -132,7 +133,7 @@ class MoEWorkspace:
             self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
             self.route_sizes = torch.tensor(own_routes, dtype=torch.int32, device=device)
             self.near = None
-            if self.gathers and load.num_ranks > 1:
+            if self.gathers and load.num_ranks > 1 and len(self.experts) > 0:
                 shape = (world.size - 1, sizes.capacity, sizes.hidden_size)
                 self.near = torch.empty(shape, dtype=sizes.dtype, device=device)
             places = [self._tokens_of(rank).data_ptr() for rank in range(world.size)]
