@@ -116,19 +116,16 @@ class GemmReduceScatter:
             world.barrier()
             self._epoch.add_(1)
             self._tickets.zero_()
-            stream = torch.cuda.current_stream()
             if not self.is_fused:
                 operators.run(x, self.w[None], self._offs, self.partials.local, None)
                 self._notify(world.size)
                 self._reduce(out, world.control.local, world.size, world.num_sms)
             else:
-                side = world.side_stream
-                side.wait_stream(stream)
-                with torch.cuda.stream(side):
-                    self._reduce(out, world.control.local, world.size, self.num_comm_blocks)
-                self._multiply(x)
-                self._reduce(out, world.control.local, world.size, world.num_sms - self.num_comm_blocks)
-                stream.wait_stream(side)
+                with fusion.beside_current_stream(world) as side:
+                    with side:
+                        self._reduce(out, world.control.local, world.size, self.num_comm_blocks)
+                    self._multiply(x)
+                    self._reduce(out, world.control.local, world.size, world.num_sms - self.num_comm_blocks)
         return out
 
     def destroy(self) -> None:
