@@ -94,6 +94,14 @@ def test_gemm_reduce_scatter(size, num_rows, dtype):
     run(size, cases.reduces, num_rows, dtype)
 
 
+def test_the_timeout_is_fixed():
+    """Launches that are remembered would go on with the one before."""
+    (world,) = World.emulated(1, device="cpu", timeout_seconds=7)
+    with pytest.raises(AttributeError, match="timeout_seconds"):
+        world.timeout_seconds = 8
+    assert world.timeout_seconds == 7
+
+
 def in_every_mode(world, made_in):
     with made_in():
         signals = Signals(world, 1)
