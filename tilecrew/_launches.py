@@ -4,6 +4,8 @@ Working a launch out takes up to 0.15 ms of the host's time: the schedule, tenso
 kernel the arguments need. Nothing of it changes from one call to the next but addresses. Nothing here imports Triton.
 """
 
+import contextlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -16,11 +18,15 @@ from tilecrew._plans import ADDRESS_ALIGNMENT, NotRepeatable, RepeatableLaunch, 
 class LaunchMemory:
     """Launches whose like has been made before, at other addresses.
 
-    capacity: the least recently used are forgotten.
+    capacity: the least recently used are forgotten. Several threads may use one memory, and several GPUs: each has
+    launches of its own.
     """
 
     def __init__(self, capacity: int = 256) -> None:
         self._capacity = capacity
+        # Held for look-ups only: launches are made and run side by side, as one that compiles takes seconds.
+        self._lock = threading.Lock()
+        # None: it has no repeatable form.
         self._known: OrderedDict[Hashable, tuple[RepeatableLaunch, Hashable] | None] = OrderedDict()
 
     def run(self, key: Hashable, tensors: Sequence[torch.Tensor | None], make: Callable[[], Any]) -> None:
@@ -36,23 +42,30 @@ class LaunchMemory:
         # Two that have one address have the same slot, here and in all that is like it.
         slots: dict[int, int] = {}
         which = [slots.setdefault(address, slot) for slot, address in enumerate(addresses)]
-        whole = (key, *which, *[None if tensor is None else tensor.dtype for tensor in tensors])
-        known = self._known.get(whole)
+        # All tensors of a launch are on one device.
+        device = next((tensor.get_device() for tensor in tensors if tensor is not None), None)
+        whole = (key, device, *which, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        with self._lock:
+            known = self._known.get(whole)
+            is_known = known is not None or whole in self._known
+            if is_known:
+                self._known.move_to_end(whole)
         if known is not None and known[0].circumstances() == known[1]:
-            self._known.move_to_end(whole)
             known[0].run(addresses)
             return
         launch = make()
         compiled = launch.run()
-        if known is None and whole in self._known:
-            return  # it has no repeatable form
-        try:
+        if known is None and is_known:
+            return
+        entry = None
+        with contextlib.suppress(NotRepeatable):
             repeatable = launch.repeatable(compiled, lambda tensor: slots[tensor.data_ptr()])
-            self._known[whole] = repeatable, repeatable.circumstances()
-        except NotRepeatable:
-            self._known[whole] = None
-        if len(self._known) > self._capacity:
-            self._known.popitem(last=False)
+            entry = repeatable, repeatable.circumstances()
+        with self._lock:
+            self._known[whole] = entry
+            self._known.move_to_end(whole)
+            if len(self._known) > self._capacity:
+                self._known.popitem(last=False)
 
 
 def launch(kernel: Any, num_programs: int, args: tuple, options: dict[str, int]) -> Any:

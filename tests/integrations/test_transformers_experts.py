@@ -233,6 +233,38 @@ def test_gradients_of_spread_experts():
     assert [block.experts.down_proj.shape[0] for block in blocks] == [2, 1, 1]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_experts_that_are_spread_under_inference_can_be_trained(mode):
+    parallel = pytest.importorskip("tilecrew.parallel")
+    (world,) = parallel.World.emulated(1, device="cpu")
+    block, x = block_of(build()), torch.randn(1, 9, 32)
+    with integration.enabled():
+        wanted = block(x)
+        with mode():
+            integration.spread_experts(block, world, capacity=9)
+            assert error(block(x), wanted) < 1e-6
+        block(x).square().sum().backward()
+    assert block.experts.gate_up_proj.grad.any()
+    block.experts.down_proj.detach().zero_()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gpu_experts_are_spread_under_inference(mode):
+    parallel = pytest.importorskip("tilecrew.parallel")
+    if torch.cuda.get_device_capability()[0] not in (9, 12):
+        pytest.skip("needs compute capability 9.0 or 12.x")
+    (world,) = parallel.World.emulated(1, device="cuda")
+    block = block_of(build()).to("cuda", torch.bfloat16)
+    x = torch.randn(1, 40, 32, device="cuda", dtype=torch.bfloat16)
+    with integration.enabled(), mode():
+        wanted = block(x)
+        assert integration.spread_experts(block, world, capacity=40) == 1
+        out = block(x)
+        world.synchronize()
+    assert error(out, wanted) < 1e-2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("num_tokens", [1, 300])

@@ -148,7 +148,10 @@ def test_matrix_with_tokens_of_other_gpus(size, name, is_copied, monkeypatch):
     worlds = emulate(size)
     case = world_cases.cases(size, BF16, "cuda")[name]
     check(worlds, case, "gather")
-    assert all(world.workspaces[case.sizes].near.shape[0] == size - 1 for world in worlds)
+    for world in worlds:
+        workspace = world.workspaces[case.sizes]
+        assert (workspace.near is None) == (len(workspace.experts) == 0)
+        assert workspace.near is None or workspace.near.shape[0] == size - 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -177,6 +180,25 @@ def test_the_host_never_waits(dispatch, sync_is_an_error):
         outs = [gpu_ranks.forward_with_gradients(world, inputs)]
         gpu_ranks.backward(world, inputs, outs)
     synchronize(worlds)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_workspaces_made_under_inference(mode, dispatch):
+    """They serve calls in the mode, on its tensors, and calls with gradients."""
+    case = Case([40, 130], 2, 5, 136, 64, dtype=BF16, device="cuda")
+    wanted = case.expected()
+    with mode():
+        worlds = emulate(2)
+        own = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    assert own[0].x.is_inference() == (mode is torch.inference_mode)
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case)
+    with watchdog.watch(worlds, "calls in all modes"):
+        for _ in range(2):
+            with mode():
+                outs = on_every_rank(worlds, gpu_ranks.forward, own)
+                synchronize(worlds)
+            gpu_ranks.check_forward(case, outs, wanted)
+            compare_gradients(worlds, case, inputs, wanted)
 
 
 @pytest.mark.parametrize(("size", "hidden", "intermediate"), [(2, 2048, 768), (4, 2880, 128), (8, 7168, 256)])
@@ -356,6 +378,31 @@ def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
     again = on_every_rank(worlds, gpu_ranks.forward, others[0])  # eager calls go on where replays have left epochs
     synchronize(worlds)
     assert all(torch.equal(a, b) for a, b in zip(again, wanted[0], strict=True))
+
+
+def test_cuda_graphs_of_ranks_without_experts(dispatch, monkeypatch):
+    """They bring no tokens, or the capture could not end: nothing would wait for their side streams."""
+    monkeypatch.setattr("tilecrew.moe.workspace.DispatchLoad", gpu_ranks.far_load(3))
+    worlds = emulate(3)
+    case = Case([40, 130, 9], 2, 2, 136, 64, dtype=BF16, device="cuda")
+    inputs = on_every_rank(worlds, gpu_ranks.prepare, case, dispatch)
+    wanted = case.expected()
+    eager = on_every_rank(worlds, gpu_ranks.forward, inputs)
+    synchronize(worlds)
+    gpu_ranks.check_forward(case, eager, wanted)
+    graphs, outs = [], []
+    for world in worlds:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=world.stream):
+            outs.append(gpu_ranks.forward(world, inputs))
+    for _ in range(3):
+        for out in outs:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with watchdog.watch(worlds, "a replay"):
+            on_every_rank(worlds, lambda world: graphs[world.rank].replay())
+            synchronize(worlds)
+        assert all(torch.equal(a, b) for a, b in zip(outs, eager, strict=True))
 
 
 @pytest.mark.parametrize("combine", ["push", "pull"])

@@ -70,6 +70,30 @@ def test_no_deadlock_and_nothing_loaded_late(size, dispatch, combine, is_beside,
         assert any(entry.name == "pull_kernel" for entry in recorder.log) == is_beside, name
 
 
+@pytest.mark.parametrize("dispatch", ["warps", "gather"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_workspaces_made_under_inference(mode, dispatch, recorder):
+    """Kernels of backward are loaded too, and calls under inference need no others."""
+    worlds = recorder.worlds(2)
+    case = Case([3, 5], 2, 4, 64, 32, dtype=BF16)
+    with mode():
+        make_workspaces(recorder, worlds, case.sizes, dispatch)
+    loaded, operators = recorder.kernels(), set(recorder.operators)
+    with mode():
+        inputs = [gpu_ranks.Inputs(case, rank) for rank in range(2)]
+        recorder.clear()
+        with recorder:
+            recorder.on_every_rank(worlds, gpu_ranks.forward, inputs)
+        assert recorder.kernels() <= loaded
+        assert recorder.operators <= operators
+        assert recorder.drain(2) == []
+    forward_and_backward(recorder, worlds, [gpu_ranks.Inputs(case, rank) for rank in range(2)])
+    assert recorder.drain(2) == []
+    assert recorder.kernels() <= loaded
+    assert recorder.operators <= operators
+    assert recorder.host_waits == 0
+
+
 @pytest.mark.slow
 def test_tokens_of_other_gpus_are_there_before_they_are_gathered(recorder, monkeypatch):
     """The GEMM that gathers is behind the side stream, which is behind the barrier of the tokens."""
@@ -91,6 +115,25 @@ def test_tokens_of_other_gpus_are_there_before_they_are_gathered(recorder, monke
         barriers = [number for number, entry in enumerate(own) if entry.kind == "barrier"]
         assert barriers[1] < to_side[0] < bring < gemm
         assert any(bring < number < gemm and own[number].stream == world.stream.name for number in waits)
+
+
+def test_a_rank_without_experts_brings_no_tokens(recorder, monkeypatch):
+    """Its first GEMM, which there is none of, is what would wait for its side stream: a captured call could not end."""
+    monkeypatch.setattr(workspace, "DispatchLoad", gpu_ranks.far_load(3))
+    worlds = recorder.worlds(3)
+    case = Case([3, 5, 4], 2, 2, 64, 32, dtype=BF16)
+    make_workspaces(recorder, worlds, case.sizes, "gather")
+    assert [world.workspaces[case.sizes].near is None for world in worlds] == [False, False, True]
+    assert int(worlds[2].workspaces[case.sizes].token_places.abs().min()) > 0
+    forward_and_backward(recorder, worlds, [gpu_ranks.Inputs(case, rank) for rank in range(3)])
+    assert recorder.drain(3) == []
+    for world in worlds:
+        brings = [entry.rank for entry in recorder.log if entry.name == "bring_kernel" and entry.rank == world.rank]
+        assert bool(brings) == (world.rank < 2)
+        # What is on a side stream, the rank's own stream has waited for.
+        used = [n for n, entry in enumerate(recorder.log) if entry.stream == world.side_stream.name]
+        joined = [n for e in recorder.log if e.kind == "wait" and e.stream == world.stream.name for n in e.entries]
+        assert set(used[-1:]) <= set(joined)
 
 
 def test_sides_are_no_streams_of_ranks(recorder):

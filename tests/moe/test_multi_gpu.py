@@ -86,6 +86,28 @@ def test_two_processes_that_copy_tokens():
     assert run_processes(processes_copy, 2, **OPTIONS) == [True, True]
 
 
+def processes_inference(world):
+    case = world_cases.cases(world.size, BF16, world.device)["uniform"]
+    wanted = case.expected()
+    with torch.inference_mode():
+        own = {world.rank: gpu_ranks.prepare(world, case)}
+    inputs = {world.rank: gpu_ranks.prepare(world, case)}
+    for _ in range(2):
+        with torch.inference_mode():
+            out = gpu_ranks.forward(world, own)
+            world.synchronize()
+        world_cases.check_forward(case, world.rank, out, wanted)
+        outs = {world.rank: gpu_ranks.forward_with_gradients(world, inputs)}
+        gradients = gpu_ranks.backward(world, inputs, outs)
+        world.synchronize()
+        gpu_ranks.check_gradients(case, world.rank, gradients, wanted)
+    return True
+
+
+def test_two_processes_whose_workspace_is_made_under_inference():
+    assert run_processes(processes_inference, 2, **OPTIONS) == [True, True]
+
+
 def processes_graph(world, num_tokens):
     """Replays with other tokens, routes and weights, so that what the one before has left is wrong."""
     shape = ([num_tokens] * world.size, 4, 9, 264, 64)

@@ -133,6 +133,38 @@ def test_gradients_of_inputs_that_some_ranks_do_not_want():
     on_every_rank(worlds, run)
 
 
+def in_every_mode(world, made_in):
+    """A workspace made under `made_in` serves calls under inference, on its tensors too, and with gradients."""
+    case = Case([6, 9], 2, 5, 16, 8)
+    wanted = case.expected()
+    with made_in():
+        MoEWorkspace(world, case.sizes)
+    for _ in range(2):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                leaves = case.leaves(world.rank, requires_grad=False)
+                out = case.run(world, leaves)
+            assert leaves[0].is_inference() == out.is_inference() == (mode is torch.inference_mode)
+            world_cases.check_forward(case, world.rank, out, wanted)
+        out, gradients = world_cases.forward_and_backward(world, case)
+        world_cases.check_forward(case, world.rank, out, wanted)
+        world_cases.check_gradients(case, world.rank, gradients, wanted)
+    return len(world.workspaces)
+
+
+@pytest.mark.parametrize("made_in", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("worlds_made_in", [torch.enable_grad, torch.inference_mode])
+def test_calls_in_every_mode_whatever_the_workspace_was_made_in(made_in, worlds_made_in):
+    with worlds_made_in():
+        worlds = World.emulated(2, device="cpu")
+    assert on_every_rank(worlds, in_every_mode, made_in) == [1, 1]
+
+
+@pytest.mark.slow
+def test_processes_in_every_mode():
+    assert run_processes(in_every_mode, 2, torch.inference_mode) == [1, 1]
+
+
 def test_module():
     worlds = World.emulated(2, device="cpu")
     case = Case([6, 9], 2, 5, 16, 8)

@@ -69,6 +69,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         options = options or {}
+        with self:  # under inference_mode an operator comes here before torch has taken it apart
+            result = operator.decompose(*arguments, **options)
+        if result is not NotImplemented:
+            return result
         leaves = torch.utils._pytree.tree_leaves((arguments, options))
         self.operators.add((str(operator), *(str(leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))))
         self.host_waits += any(name in str(operator) for name in WAITING)

@@ -94,6 +94,58 @@ def test_gemm_reduce_scatter(size, num_rows, dtype):
     run(size, cases.reduces, num_rows, dtype)
 
 
+def test_the_timeout_is_fixed():
+    """Launches that are remembered would go on with the one before."""
+    (world,) = World.emulated(1, device="cpu", timeout_seconds=7)
+    with pytest.raises(AttributeError, match="timeout_seconds"):
+        world.timeout_seconds = 8
+    assert world.timeout_seconds == 7
+
+
+def in_every_mode(world, made_in):
+    with made_in():
+        signals = Signals(world, 1)
+        tensor = ParallelTensor((4,), torch.float32, world, lambda part: part.fill_(1))
+        gather = AllGatherGemm(world, torch.eye(8), 4)
+        scatter = GemmReduceScatter(world, torch.eye(8), 4)
+    for turn, mode in enumerate([torch.inference_mode, torch.enable_grad, torch.no_grad, torch.inference_mode]):
+        with mode():
+            for peer in range(world.size):
+                signals.put(0, peer, turn + 1)
+            for peer in range(world.size):
+                signals.wait(0, peer, turn + 1)
+            tensor.local.add_(1)
+            x = torch.full((4, 8), float(turn))
+            y = scatter(gather(x))
+        assert x.is_inference() == y.is_inference() == (mode is torch.inference_mode)
+        assert torch.equal(y, world.size * x)
+    assert tensor.local.tolist() == [5.0] * 4
+    signals.destroy()
+    return True
+
+
+@pytest.mark.parametrize("made_in", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("worlds_made_in", [torch.enable_grad, torch.inference_mode])
+def test_what_is_made_under_inference_serves_outside_too(made_in, worlds_made_in):
+    with worlds_made_in():
+        worlds = World.emulated(2, device="cpu", timeout_seconds=20)
+    assert on_every_rank(worlds, in_every_mode, made_in) == [True, True]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_making_a_tensor_changes_no_mode(mode, world):
+    found = []
+
+    def look(part):
+        found.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    with mode():
+        before = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        ParallelTensor((4,), torch.float32, world, look)
+        assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == before
+    assert set(found) == {(False, before[1])}
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_that_does_not_come_ends_the_wait_of_all(size):
     found = run(size, cases.stays_away, size - 1, timeout_seconds=0.3)

@@ -1,10 +1,12 @@
 """Streams of a world: torch hands out few, again and again, and one that waits must not be the one it waits for."""
 
+import contextlib
 import itertools
 
 import pytest
 import torch
 
+from tilecrew.parallel import fusion
 from tilecrew.parallel import world as module
 
 DEVICE = torch.device("cuda", 0)
@@ -41,3 +43,42 @@ def test_the_side_stream_is_never_the_current_one(current, monkeypatch):
     world.device, world._sides = DEVICE, [3, 4]
     monkeypatch.setattr(module.torch.cuda, "current_stream", lambda device: current)
     assert world.side_stream in {3, 4} - {current}
+
+
+class Stream:
+    """A stream that notes what is asked of it."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class WorldOfTwoStreams:
+    def __init__(self, log):
+        self.device, self.current, self.side_stream = DEVICE, Stream("current", log), Stream("side", log)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_halves_side_by_side(fails, monkeypatch):
+    log = []
+    world = WorldOfTwoStreams(log)
+
+    @contextlib.contextmanager
+    def use(stream):
+        log.append(f"use {stream.name}")
+        yield
+        log.append(f"leave {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: world.current)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    expected = pytest.raises(ValueError, match="no launch") if fails else contextlib.nullcontext()
+    with expected, fusion.beside_current_stream(world) as side:
+        with side:
+            log.append("communicate")
+        if fails:
+            raise ValueError("no launch")
+        log.append("multiply")
+    launches = ["use side", "communicate", "leave side", *([] if fails else ["multiply"])]
+    assert log == ["side waits for current", *launches, "current waits for side"]

@@ -91,6 +91,7 @@ def spread_experts(model: torch.nn.Module, world: "World", capacity: int) -> int
     tilecrew runs or on another device, and on every rank where ranks differ in sizes.
     """
     from tilecrew.moe.workspace import MoESizes, MoEWorkspace
+    from tilecrew.parallel.memory import ordinary_tensors
 
     blocks = _blocks_of(model)
     if not blocks:
@@ -115,8 +116,9 @@ def spread_experts(model: torch.nn.Module, world: "World", capacity: int) -> int
         own = expert_range(world.rank, num_experts, world.size)
         for name in ("gate_up_proj", "down_proj"):
             whole = getattr(experts, name)
-            part = whole[own.start : own.stop].clone()
-            setattr(experts, name, torch.nn.Parameter(part, requires_grad=whole.requires_grad))
+            with ordinary_tensors():
+                part = whole[own.start : own.stop].clone()
+                setattr(experts, name, torch.nn.Parameter(part, requires_grad=whole.requires_grad))
         experts.forward = _refuse_a_part
         _spread[experts] = _Spread(world, capacity, num_experts)
     return len(blocks)

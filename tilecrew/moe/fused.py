@@ -26,7 +26,7 @@ from tilecrew.grouped_gemm.schedule import pick
 from tilecrew.moe.routing import ROW_BLOCK, Routing
 from tilecrew.moe.schedule import MOVER_COLUMNS, MOVER_SLOTS, combine_options, num_gemm_blocks, with_mover
 from tilecrew.moe.workspace import MoEWorkspace, dispatch_kernels
-from tilecrew.parallel import host_signal
+from tilecrew.parallel import fusion, host_signal
 
 
 class NotifySources(Identity):
@@ -79,12 +79,10 @@ def dispatch_gemm(
     if workspace.dispatch == "warps":
         launch_gemm_with_movers(workspace, routing, rows, w, out, gate, epilogue)
         return
-    stream, side = torch.cuda.current_stream(), workspace.world.side_stream
-    side.wait_stream(stream)
-    with torch.cuda.stream(side):
-        launch_dispatch(workspace, routing, rows)
-    launch_gemm(workspace, rows, w, routing, out, gate, epilogue, workspace.num_comm_blocks)
-    stream.wait_stream(side)
+    with fusion.beside_current_stream(workspace.world) as side:
+        with side:
+            launch_dispatch(workspace, routing, rows)
+        launch_gemm(workspace, rows, w, routing, out, gate, epilogue, workspace.num_comm_blocks)
 
 
 def gemm_combine(
@@ -118,13 +116,11 @@ def gemm_combine(
         if rows.shape[0] > 0:
             launch_gemm(workspace, rows, w, routing, results, None, notify, num_comm_blocks=0)
     else:
-        stream, side = torch.cuda.current_stream(), workspace.world.side_stream
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
-            launch_pull(workspace, routing, num_tokens)
-        if rows.shape[0] > 0:
-            launch_gemm(workspace, rows, w, routing, results, None, notify, workspace.num_comm_blocks)
-        stream.wait_stream(side)
+        with fusion.beside_current_stream(workspace.world) as side:
+            with side:
+                launch_pull(workspace, routing, num_tokens)
+            if rows.shape[0] > 0:
+                launch_gemm(workspace, rows, w, routing, results, None, notify, workspace.num_comm_blocks)
     launch_combine(workspace, routing, weights, base, out)
     return out
 

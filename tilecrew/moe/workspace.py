@@ -22,6 +22,7 @@ from tilecrew.moe.schedule import (
 )
 from tilecrew.parallel import fusion
 from tilecrew.parallel.control import as_int32
+from tilecrew.parallel.memory import ordinary_tensors
 from tilecrew.parallel.signal import Signals
 from tilecrew.parallel.tensor import ParallelTensor
 from tilecrew.parallel.world import World
@@ -48,11 +49,13 @@ class MoEWorkspace:
     """Buffers and flags of one rank for mixture-of-experts layers of certain sizes; layers of the same sizes share it.
 
     Making one is collective: every rank does so, in the same order. It is kept by the world, where `moe_forward` finds
-    it, until `destroy`. P is the most rows that a rank's experts can get: those of all tokens of all ranks, padded.
+    it, until `destroy`. It may be made with gradients disabled, also under torch.inference_mode, and serves calls with
+    and without. P is the most rows that a rank's experts can get: those of all tokens of all ranks, padded.
 
     tokens           ParallelTensor [capacity, H]: x of each rank, in backward the gradient of its output
     ids, weights     ParallelTensors [capacity, K] int32 and wide: routes of each rank, -1 behind its tokens
-    near             [W - 1, capacity, H] or None: tokens of other GPUs, for a first GEMM that gathers; next rank first
+    near             [W - 1, capacity, H] or None: tokens of other GPUs, for a first GEMM that gathers; next rank first.
+                     None on a rank without experts, which gathers nothing
     returned         ParallelTensor [capacity * K, H] or None: results for this rank's routes, where experts push them
     results          ParallelTensor [P, H] or None: what the experts of each rank have computed, where it is pulled
     staged           [capacity * K, H] or None: results of other ranks for this rank's routes, pulled beside the GEMM
@@ -77,6 +80,7 @@ class MoEWorkspace:
     Raises TypeError or ValueError for sizes that do not fit, and on every rank where ranks differ in them.
     """
 
+    @ordinary_tensors()
     def __init__(
         self,
         world: World,
@@ -138,7 +142,7 @@ class MoEWorkspace:
             self.place = torch.tensor([world.rank, world.size], dtype=torch.int32, device=device)
             self.route_sizes = torch.tensor(own_routes, dtype=torch.int32, device=device)
             self.near = None
-            if self.gathers and load.num_ranks > 1:
+            if self.gathers and load.num_ranks > 1 and len(self.experts) > 0:
                 shape = (world.size - 1, sizes.capacity, sizes.hidden_size)
                 self.near = torch.empty(shape, dtype=sizes.dtype, device=device)
             places = [self.tokens_of(rank).data_ptr() for rank in range(world.size)]
@@ -299,7 +303,7 @@ class MoEWorkspace:
         from tilecrew.moe.expert_parallel import load
 
         self._is_loading = True
-        with self.world.use():
+        with self.world.use(), torch.enable_grad():
             load(self)
             self.epoch.fill_(as_int32(self.world.first_epoch))
         torch.cuda.synchronize(self.world.device)

@@ -8,6 +8,7 @@ from tilecrew._hardware import hardware_of
 from tilecrew.grouped_gemm.hooks import BandGate
 from tilecrew.grouped_gemm.schedule import Problem, pick
 from tilecrew.parallel import fusion
+from tilecrew.parallel.memory import ordinary_tensors
 from tilecrew.parallel.signal import Signals
 from tilecrew.parallel.tensor import ParallelTensor
 from tilecrew.parallel.world import World
@@ -42,6 +43,7 @@ class AllGatherGemm:
     rank where ranks differ.
     """
 
+    @ordinary_tensors()
     def __init__(self, world: World, w: torch.Tensor, num_rows: int, *, num_comm_blocks: int | None = None) -> None:
         fusion.check_weights(world, w)
         fusion.check_rows(world, num_rows)
@@ -87,13 +89,10 @@ class AllGatherGemm:
             self.world.barrier()
             self.shards.local.copy_(x)
             self.world.barrier()
-            stream = torch.cuda.current_stream()
-            side = self.world.side_stream
-            side.wait_stream(stream)
-            with torch.cuda.stream(side):
-                self._pull(self.world.control.local, self.world.size)
-            self._multiply(out)
-            stream.wait_stream(side)
+            with fusion.beside_current_stream(self.world) as side:
+                with side:
+                    self._pull(self.world.control.local, self.world.size)
+                self._multiply(out)
         return out
 
     def destroy(self) -> None:
@@ -109,12 +108,11 @@ class AllGatherGemm:
         out = self.w.new_empty(total, self.w.shape[1])
         self._counters.zero_()
         self.shards.local.copy_(torch.zeros_like(self.shards.local))
-        side = self.world.side_stream
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._pull(fusion.scratch_control(self.world), 0)
-        self._counters.fill_(fusion.ROW_BLOCK)
-        self._multiply(out)
+        with fusion.beside_current_stream(self.world) as side:
+            with side:
+                self._pull(fusion.scratch_control(self.world), 0)
+            self._counters.fill_(fusion.ROW_BLOCK)
+            self._multiply(out)
         torch.cuda.synchronize(device)
 
     def _pull(self, control: torch.Tensor, size: int) -> None:

@@ -5,7 +5,9 @@ that waits for a rank that loads would then wait for ever. Operators therefore l
 they are made, on arguments with which nothing waits.
 """
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +137,24 @@ def comm_blocks(world: World, asked: int | None) -> int:
 def scratch_control(world: World) -> torch.Tensor:
     """A control block in which nothing waits, for launches that only load a kernel."""
     return torch.zeros(control_length(world.size), dtype=torch.int32, device=world.device)
+
+
+@contextlib.contextmanager
+def beside_current_stream(world: World) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Two halves that run side by side: what is launched in the context given runs on the side stream of the world, all
+    else on the current one. Both are behind what that has been given before, and what comes later is behind both.
+
+    with beside_current_stream(world) as side:
+        with side:
+            communicate()
+        multiply()
+    """
+    stream, side = torch.cuda.current_stream(world.device), world.side_stream
+    side.wait_stream(stream)
+    try:
+        yield torch.cuda.stream(side)
+    finally:
+        stream.wait_stream(side)  # where a launch has failed too: memory of the other half goes back to the stream
 
 
 def follow_caller(world: World) -> None:

@@ -10,6 +10,7 @@ from tilecrew.grouped_gemm import operators
 from tilecrew.grouped_gemm.hooks import Identity
 from tilecrew.grouped_gemm.schedule import Problem, pick, supports
 from tilecrew.parallel import fusion, host_signal
+from tilecrew.parallel.memory import ordinary_tensors
 from tilecrew.parallel.signal import Signals
 from tilecrew.parallel.tensor import ParallelTensor
 from tilecrew.parallel.world import World
@@ -73,6 +74,7 @@ class GemmReduceScatter:
     Raises TypeError or ValueError for a bad argument, and on every rank where ranks differ.
     """
 
+    @ordinary_tensors()
     def __init__(self, world: World, w: torch.Tensor, num_rows: int, *, num_comm_blocks: int | None = None) -> None:
         fusion.check_weights(world, w)
         fusion.check_rows(world, num_rows)
@@ -114,19 +116,16 @@ class GemmReduceScatter:
             world.barrier()
             self._epoch.add_(1)
             self._tickets.zero_()
-            stream = torch.cuda.current_stream()
             if not self.is_fused:
                 operators.run(x, self.w[None], self._offs, self.partials.local, None)
                 self._notify(world.size)
                 self._reduce(out, world.control.local, world.size, world.num_sms)
             else:
-                side = world.side_stream
-                side.wait_stream(stream)
-                with torch.cuda.stream(side):
-                    self._reduce(out, world.control.local, world.size, self.num_comm_blocks)
-                self._multiply(x)
-                self._reduce(out, world.control.local, world.size, world.num_sms - self.num_comm_blocks)
-                stream.wait_stream(side)
+                with fusion.beside_current_stream(world) as side:
+                    with side:
+                        self._reduce(out, world.control.local, world.size, self.num_comm_blocks)
+                    self._multiply(x)
+                    self._reduce(out, world.control.local, world.size, world.num_sms - self.num_comm_blocks)
         return out
 
     def destroy(self) -> None:

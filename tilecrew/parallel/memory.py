@@ -5,11 +5,12 @@ signature; where signatures differ ValueError is raised on every rank (in an emu
 and, from then on, on all). Every part has been given to `initialize` before any rank gets to see any.
 """
 
+import contextlib
 import datetime
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,15 @@ ALIGNMENT = 256  # bytes; every part begins at a multiple
 LONGEST_COMPILING = 900.0
 
 Initialize = Callable[[torch.Tensor], None]  # of a part, uint8
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """What is allocated inside may be updated in place everywhere: tensors made under torch.inference_mode may be only
+    under it. Whether gradients are enabled stays as it is, although leaving inference mode enables them."""
+    enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(enabled):
+        yield
 
 
 class Emulated:

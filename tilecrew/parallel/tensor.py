@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilecrew.parallel.memory import ordinary_tensors
+
 if TYPE_CHECKING:
     from tilecrew.parallel.world import World
 
@@ -24,11 +26,12 @@ class ParallelTensor:
                 Kernels take `local` and `offsets`; the number of ranks need not be known when they are compiled.
 
     A view of a part keeps its memory alive, also behind `destroy`; between GPUs its owner may then put something else
-    there.
+    there. Parts may be updated in place whether they were made under torch.inference_mode or outside of it.
 
     Raises TypeError or ValueError for a bad argument, and ValueError on every rank where ranks differ.
     """
 
+    @ordinary_tensors()
     def __init__(
         self,
         shape: Sequence[int],

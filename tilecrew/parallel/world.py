@@ -21,7 +21,7 @@ from tilecrew.parallel.control import (
     control_length,
     record_offset,
 )
-from tilecrew.parallel.memory import Emulated, SharedMemory, SymmetricMemory
+from tilecrew.parallel.memory import Emulated, SharedMemory, SymmetricMemory, ordinary_tensors
 from tilecrew.parallel.tensor import ParallelTensor
 
 LONGEST_TIMEOUT = 3600.0
@@ -38,7 +38,7 @@ class World:
     device            where the parts of this rank's tensors are
     stream            the rank's own CUDA stream in an emulated world, else None: the current stream
     num_sms           multiprocessors this rank may fill: those of its GPU, shared by emulated ranks; 0 on the CPU
-    timeout_seconds   longest wait for another rank; what takes longer ends in WaitError on every rank
+    timeout_seconds   longest wait for another rank; what takes longer ends in WaitError on every rank. Read-only
     side_stream       on a GPU, the stream of communication blocks beside the current one
 
     Methods that are called collective are called by every rank, in one order. A World is a context manager that closes
@@ -55,7 +55,7 @@ class World:
         streams: tuple[Any, Any] | None = None,
     ) -> None:
         self.provider, self.rank, self.size, self.device = provider, rank, provider.size, device
-        self.timeout_seconds, self.first_epoch = timeout_seconds, first_epoch
+        self._timeout_seconds, self.first_epoch = timeout_seconds, first_epoch
         self.stream, self._sides = None, []
         if streams is not None:
             self.stream, self._sides = streams[0], [streams[1]]
@@ -155,7 +155,8 @@ class World:
         Raises ValueError on every rank where they differ in `signature`.
         """
         self.require_open()
-        return self.provider.allocate(self.rank, signature, num_bytes, initialize)
+        with ordinary_tensors():
+            return self.provider.allocate(self.rank, signature, num_bytes, initialize)
 
     def agree(self, what: str) -> None:
         """Collective: raises ValueError on every rank where ranks differ in `what`, a text."""
@@ -174,6 +175,11 @@ class World:
     def _use_stream(self) -> Iterator[None]:
         with torch.cuda.device(self.device.index), torch.cuda.stream(self.stream):
             yield
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Fixed when the world is made: ranks have agreed on it, and launches that are remembered contain it."""
+        return self._timeout_seconds
 
     @property
     def side_stream(self) -> Any:
