@@ -18,7 +18,15 @@ from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_grouped_gemm
 from tilecrew.grouped_gemm.hooks import BandGate, SwiGLU
 from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles
-from tilecrew.moe import crew_mover, fused, kernel_dispatch_gemm, kernel_gemm_combine, schedule
+from tilecrew.moe import (
+    crew_mover,
+    fused,
+    kernel_dispatch_gemm,
+    kernel_gemm_combine,
+    kernel_routing,
+    operators,
+    schedule,
+)
 from tilecrew.parallel import World
 
 I32, I64 = torch.zeros(4096, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
@@ -88,7 +96,23 @@ def gemm_with_source():
     return kernel_grouped_gemm.launch(HALF, w, offs, HALF.new_empty(256, 256), tiles, 2, hooks, writes_tail=False)
 
 
+def routing(number):
+    """One of the kernels that build tables, for two ranks of Qwen3-30B."""
+    ids = torch.zeros(2, 1024, 8, dtype=torch.int32)
+    tables = kernel_routing.Tables(*operators._routing_fake(ids, None, 128, 1, 128))
+    sizes, shape = kernel_routing.sizes_of(ids, 128, 128), kernel_routing.shape_of(ids, 1, tables)
+    counts = kernel_routing.counts_for(ids, shape, sizes)
+    return (
+        lambda: kernel_routing.count_launch(ids, None, counts, tables, shape, sizes),
+        lambda: kernel_routing.scan_launch(counts, shape, sizes),
+        lambda: kernel_routing.rows_launch(ids, None, counts, tables, shape, sizes),
+    )[number]()
+
+
 LAUNCHES = {
+    "routing: count": lambda: routing(0),
+    "routing: scan": lambda: routing(1),
+    "routing: rows": lambda: routing(2),
     "dispatch": lambda: Launch(
         kernel_dispatch_gemm.dispatch_kernel,
         1,

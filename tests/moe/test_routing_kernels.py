@@ -14,6 +14,20 @@ def test_under_the_interpreter():
     run_interpreted("moe/interpreted_routing.py")
 
 
+def launches(ids, num_tokens, num_experts, rank):
+    from tilecrew.moe import kernel_routing
+
+    tables = kernel_routing.Tables(*operators._routing_fake(ids, num_tokens, num_experts, rank, 128))
+    sizes = kernel_routing.sizes_of(ids, num_experts, 128)
+    shape = kernel_routing.shape_of(ids, rank, tables)
+    counts = kernel_routing.counts_for(ids, shape, sizes)
+    return (
+        kernel_routing.count_launch(ids, num_tokens, counts, tables, shape, sizes),
+        kernel_routing.scan_launch(counts, shape, sizes),
+        kernel_routing.rows_launch(ids, num_tokens, counts, tables, shape, sizes),
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
@@ -26,21 +40,30 @@ def test_compiles_without_spills(shape, num_experts, rank, capability):
     from triton.backends.compiler import GPUTarget
 
     from tilecrew.device import aot
-    from tilecrew.moe import kernel_routing
 
-    ids = torch.zeros(shape, dtype=torch.int32)
-    tables = kernel_routing.Tables(*operators._routing_fake(ids, None, num_experts, rank, 128))
-    sizes = kernel_routing.sizes_of(ids, num_experts, 128)
-    keys = torch.empty(ids.numel(), dtype=torch.int64)
-    scratch = kernel_routing.Scratch(keys, keys.new_empty(3, sizes.search))
-    numbers = (keys.shape[0], keys.shape[0] // shape[0], tables.row_routes.shape[0], rank)
+    ids, num_tokens = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape[0], dtype=torch.int32)
     for launch in (
-        kernel_routing.keys_launch(ids, None, scratch, tables, numbers, sizes),
-        kernel_routing.keys_launch(
-            ids.long(), torch.zeros(shape[0], dtype=torch.int32), scratch, tables, numbers, sizes
-        ),
-        kernel_routing.experts_launch(scratch, tables, numbers, sizes),
-        kernel_routing.rows_launch(scratch, keys, tables, numbers, sizes),
+        *launches(ids, None, num_experts, rank),
+        *launches(ids.long(), num_tokens, num_experts, rank),
+        *launches(ids, num_tokens.long(), num_experts, rank),
     ):
         compiled = aot.compile_launch(launch, GPUTarget("cuda", capability, 32))
         assert aot.resources(compiled).local_memory_instructions == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "num_experts"), [((2, 8192, 8), 128), ((8, 1024, 10), 512)])
+def test_programs_share_a_multiprocessor(shape, num_experts):
+    """Programs wait for memory and for barriers of their own; others have to be there meanwhile."""
+    pytest.importorskip("triton")
+    from tilecrew.device import aot
+
+    count, scan, rows = (
+        aot.resources(aot.compile_launch(launch))
+        for launch in launches(torch.zeros(shape, dtype=torch.int32), None, num_experts, 0)
+    )
+    # Of 65,536 registers, by threads of a program; shared memory is no limit.
+    assert 65536 // (128 * count.registers) >= 8
+    assert 65536 // (256 * scan.registers) >= 2
+    assert 65536 // (128 * rows.registers) >= 8
+    assert max(count.shared_memory_bytes, scan.shared_memory_bytes, rows.shared_memory_bytes) <= 8192

@@ -4,7 +4,7 @@ Symbols: W ranks, T tokens a rank (its capacity), K routes a token, E experts of
 token's K choices; its number is (rank * T + token) * K + k.
 
 Every rank builds its tables from the ids of all ranks, so nothing else has to be exchanged: the order of rows on every
-rank follows from one sort on a key that no two routes share. All sizes are fixed by shapes, all counts stay in device
+rank follows from a key that no two routes share. All sizes are fixed by shapes, all counts stay in device
 memory: nothing here waits for a GPU, and a CUDA graph may capture it. README.md has the tables with an example.
 """
 
@@ -84,7 +84,8 @@ def build_routing(
 ) -> Routing:
     """The tables of `rank`, from the ids of all ranks, without host synchronisation.
 
-    On GPUs three Triton kernels and a sort (`kernel_routing.py`), elsewhere torch operations; the same integers.
+    On GPUs three Triton kernels that count (`kernel_routing.py`), elsewhere torch operations that sort by the key; the
+    same integers.
 
     Rows are sorted by expert. Inside an expert the ranks follow each other in ring order from the one that computes
     (itself first, then the next), so that ranks do not all pull from the same one; a rank's routes are in the order of
