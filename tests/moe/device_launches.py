@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 import traceback
+from unittest import mock
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from tilecrew.device.launch import Launch
 from tilecrew.grouped_gemm import kernel_grouped_gemm
 from tilecrew.grouped_gemm.hooks import BandGate, SwiGLU
 from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles
-from tilecrew.moe import crew_mover, fused, kernel_dispatch_gemm, kernel_gemm_combine, schedule
+from tilecrew.moe import crew_mover, fused, kernel_dispatch_gemm, kernel_gemm_combine, one_rank, schedule
 from tilecrew.parallel import World
 
 I32, I64 = torch.zeros(4096, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
@@ -88,6 +89,17 @@ def gemm_with_source():
     return kernel_grouped_gemm.launch(HALF, w, offs, HALF.new_empty(256, 256), tiles, 2, hooks, writes_tail=False)
 
 
+def gemm_of_own_tokens(top_k, epilogue, transposed=False):
+    """What the layer without a World launches, on tensors large enough for the tiles of a large call."""
+    x, row_routes = HALF.new_empty(2048, 64), torch.zeros(2048 * top_k, dtype=torch.int32)
+    w, offs = HALF.new_empty(128, 64, 1024), torch.zeros(128, dtype=torch.int32)
+    if transposed:
+        w = HALF.new_empty(128, 1024, 64).transpose(1, 2)
+    out = HALF.new_empty(2048 * top_k, 1024 if epilogue is None else 512)
+    with mock.patch.object(one_rank, "hardware_of", return_value=H200):
+        return one_rank.gather_gemm_launch(x, row_routes, offs, w, out, top_k, epilogue)
+
+
 LAUNCHES = {
     "dispatch": lambda: Launch(
         kernel_dispatch_gemm.dispatch_kernel,
@@ -131,6 +143,9 @@ LAUNCHES = {
     "GEMM in front of combine": lambda: gemm(True),
     "GEMM with destination": gemm_with_destination,
     "GEMM with source": gemm_with_source,
+    "GEMM with source, own tokens": lambda: gemm_of_own_tokens(8, SwiGLU(8)),
+    "GEMM with source, own tokens, 16 routes, transposed": lambda: gemm_of_own_tokens(16, None, transposed=True),
+    "GEMM with source, own tokens, one route": lambda: gemm_of_own_tokens(1, None),
 }
 
 
