@@ -24,7 +24,7 @@ from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
 from tilecrew.gated_delta_rule.schedule import pick
 from tilecrew.grouped_gemm import Bias, CountGate, NotifyRowBlock, kernel_grouped_gemm
 from tilecrew.grouped_gemm.schedule import Problem, hopper_tiles, mma_sync_tiles
-from tilecrew.moe import kernel_dispatch_gemm
+from tilecrew.moe import kernel_dispatch_gemm, one_rank
 from tilecrew.moe.schedule import ring_options
 from tilecrew.testing import random_arguments
 
@@ -48,6 +48,9 @@ GROUPED = {
     "grouped GEMM, transposed, hooks": (hopper_tiles, True),
     "grouped GEMM, mma.sync, hooks": (lambda problem, num_sms: mma_sync_tiles(problem), True),
 }
+
+
+GATHERING = ("gather", "gather, one route")
 
 
 def chunk_call(name: str, seed: int):
@@ -101,6 +104,16 @@ def dispatch_launch(seed: int):
     tensors = (x, offsets, rows, indices, offs, counters, control)
     options = ring_options(64, HOPPER)
     return list(tensors), lambda: launch.Launch(kernel_dispatch_gemm.dispatch_kernel, 3, (tensors, 8, 64), options)
+
+
+def gather_launch(name: str, seed: int):
+    """A product of tokens that are read where they are; a number that is 1 is no argument of the compiled kernel."""
+    num_tokens, top_k = (140, 1) if "one route" in name else (70, 2)
+    _, w, offs = make([100, 0, 30], 10, 128, 512, seed=seed)
+    x, out = torch.full((num_tokens, 128), float(seed), dtype=BF16), torch.empty(140, 512, dtype=BF16)
+    row_routes = torch.zeros(140, dtype=torch.int32)
+    tensors = (x, row_routes, offs, w, out)
+    return list(tensors), lambda: one_rank.gather_gemm_launch(*tensors, top_k, None)
 
 
 def make_call(name: str, seed: int):
@@ -162,6 +175,8 @@ def remembered_launch(name: str, seed: int):
     """The tensors of a launch, and what makes it."""
     if name == "dispatch":
         return dispatch_launch(seed)
+    if name in GATHERING:
+        return gather_launch(name, seed)
     tensors, make_launch = grouped_call(name, seed)
     out = tensors[0].new_empty(tensors[0].shape[0], 512)
     return [*tensors, out], lambda: make_launch(out)
@@ -242,6 +257,7 @@ def ended_plans() -> dict[str, bool]:
 
 def main() -> None:
     driver = FakeDriver(Path(sys.argv[1]), sys.argv[2])
+    one_rank.hardware_of = lambda device: HOPPER
     run = launch.Launch.run
 
     def described_run(self):
@@ -251,14 +267,14 @@ def main() -> None:
 
     # Every kernel once, to learn its parameters: the logs begin behind that.
     launch.Launch.run = described_run
-    names = (*CASES, "recurrent", *GROUPED)
+    names, remembered = (*CASES, "recurrent", *GROUPED), (*GROUPED, "dispatch", *GATHERING)
     for name in names:
         make_call(name, 0)[1]()
     launch.Launch.run = run
     report = {
         "triton": triton.__version__,
         "differences": {name: differences(name, driver) for name in names},
-        "remembered": {name: differences_of_remembered(name, driver) for name in (*GROUPED, "dispatch")},
+        "remembered": {name: differences_of_remembered(name, driver) for name in remembered},
         "hooks": hooks(driver),
         "ended": ended_plans(),
     }

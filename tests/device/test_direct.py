@@ -32,7 +32,7 @@ def test_the_driver_gets_the_same_bytes(report):
 
 
 def test_the_driver_gets_the_same_bytes_for_remembered_launches(report):
-    assert len(report["remembered"]) == 4
+    assert len(report["remembered"]) == 6
     for case, differences in report["remembered"].items():
         assert differences == [], case
 

@@ -1,24 +1,21 @@
 """The grouped GEMM that gathers its rows, in the simulator: right values, no race, no deadlock.
 
-The simulator knows no asynchronous copies of a warp's own, and no addresses of numbers: copies are loads and stores
-here, and what stands for an address is a row's first element in the one buffer, plus eight, in bytes. So what is told
-are the stages' hand-overs, their proxy fences among them, and which rows and columns go where.
+In words of the simulator (simulated_gather) what is told are the stages' hand-overs, their proxy fences among them, and
+which rows and columns go where.
 """
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.runtime.jit import JITFunction
-
+from tests.grouped_gemm import simulated_gather
 from tests.grouped_gemm.hook_examples import SimulatedCountGate
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
 from tests.grouped_gemm.test_simulator import sizes_of
 from tests.simulator.conftest import run_under_seeds
 from tests.simulator.mutations import mutate, names_of_places
-from tests.simulator.plain_copies import copy_at_once, no_group, nothing_to_wait_for
 from tilecrew.device.compat import gl, gluon
-from tilecrew.grouped_gemm import crew_gather, kernel_grouped_gemm
+from tilecrew.grouped_gemm import kernel_grouped_gemm
 from tilecrew.grouped_gemm.hooks import NotifyRowBlock, SwiGLU
 from tilecrew.grouped_gemm.schedule import max_row_blocks
 from tilecrew.simulator import FaultError, run
@@ -29,21 +26,9 @@ def load_address(rows, tensors):
     return gl.load(tensors[1] + rows)
 
 
-@gluon.jit
-def pointers_into_one_buffer(address, pointers):
-    return pointers.source[0] + (gl.maximum(address, 16) // 2 - 8)
-
-
 @pytest.fixture(autouse=True)
 def simulated_words(monkeypatch):
-    monkeypatch.setattr(crew_gather, "pointers_of", pointers_into_one_buffer)
-    monkeypatch.setattr(crew_gather, "async_copy_to_shared", copy_at_once)
-    monkeypatch.setattr(crew_gather, "commit_copies", no_group)
-    monkeypatch.setattr(crew_gather, "wait_for_copies", nothing_to_wait_for)
-    # Triton keeps what a function is cached under: it must not be that of other words, here or in tests behind these.
-    for function in (kernel_grouped_gemm.grouped_gemm_kernel, *vars(crew_gather).values()):
-        if isinstance(function, JITFunction):
-            monkeypatch.setattr(function, "hash", None)
+    simulated_gather.install(monkeypatch)
 
 
 def launch_of(lengths, tail, num_inner, num_columns, *, num_stages=3, num_programs=2, epilogue=None, gate=None):
@@ -52,7 +37,7 @@ def launch_of(lengths, tail, num_inner, num_columns, *, num_stages=3, num_progra
     tokens = torch.randn(50, num_inner).to(x.dtype)
     token = torch.randint(0, 50, (x.shape[0],))
     missing = torch.arange(x.shape[0]) % 7 == 6
-    addresses = torch.where(missing, 0, 16 + token * num_inner * 2)
+    addresses = torch.where(missing, 0, simulated_gather.FIRST_ADDRESS + token * num_inner * 2)
     out = torch.empty(x.shape[0], num_columns // (1 if epilogue is None else epilogue.shrink), dtype=x.dtype)
     hooks = kernel_grouped_gemm.hooks_of(gate, epilogue)
     hooks = hooks._replace(source=load_address, source_tensors=(tokens, addresses))
@@ -97,7 +82,7 @@ def test_a_gate_holds_back_what_another_kernel_writes():
     order = torch.cat([torch.arange(127, -1, -1), torch.tensor([129, 128]), torch.arange(189, 129, -1)])
     notify = kernel_grouped_gemm.hooks_of(None, NotifyRowBlock(counters, epilogue=SwiGLU(8)))
     gated = kernel_grouped_gemm.hooks_of(SimulatedCountGate(counters), None)
-    gated = gated._replace(source=load_address, source_tensors=(hidden, 16 + order * 144))
+    gated = gated._replace(source=load_address, source_tensors=(hidden, simulated_gather.FIRST_ADDRESS + order * 144))
     tiles = sizes_of((128, 128, 3, 1), 3)
     first = kernel_grouped_gemm.launch(x, w, offs, hidden, tiles, 2, notify)
     second = kernel_grouped_gemm.launch(hidden, second_w, offs, out, tiles, 2, gated)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 import traceback
+from unittest import mock
 
 import torch
 import triton
@@ -24,6 +25,7 @@ from tilecrew.moe import (
     kernel_dispatch_gemm,
     kernel_gemm_combine,
     kernel_routing,
+    one_rank,
     operators,
     schedule,
 )
@@ -109,6 +111,17 @@ def routing(number):
     )[number]()
 
 
+def gemm_of_own_tokens(top_k, epilogue, transposed=False):
+    """What the layer without a World launches, on tensors large enough for the tiles of a large call."""
+    x, row_routes = HALF.new_empty(2048, 64), torch.zeros(2048 * top_k, dtype=torch.int32)
+    w, offs = HALF.new_empty(128, 64, 1024), torch.zeros(128, dtype=torch.int32)
+    if transposed:
+        w = HALF.new_empty(128, 1024, 64).transpose(1, 2)
+    out = HALF.new_empty(2048 * top_k, 1024 if epilogue is None else 512)
+    with mock.patch.object(one_rank, "hardware_of", return_value=H200):
+        return one_rank.gather_gemm_launch(x, row_routes, offs, w, out, top_k, epilogue)
+
+
 LAUNCHES = {
     "routing: count": lambda: routing(0),
     "routing: scan": lambda: routing(1),
@@ -155,6 +168,9 @@ LAUNCHES = {
     "GEMM in front of combine": lambda: gemm(True),
     "GEMM with destination": gemm_with_destination,
     "GEMM with source": gemm_with_source,
+    "GEMM with source, own tokens": lambda: gemm_of_own_tokens(8, SwiGLU(8)),
+    "GEMM with source, own tokens, 16 routes, transposed": lambda: gemm_of_own_tokens(16, None, transposed=True),
+    "GEMM with source, own tokens, one route": lambda: gemm_of_own_tokens(1, None),
 }
 
 

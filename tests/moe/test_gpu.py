@@ -7,10 +7,13 @@ import torch
 
 import tilecrew
 from tests.moe.problems import BOUNDS, Problem, assert_rows_close, random_ids, tables_of
-from tests.moe.test_api import arguments, expected
+from tests.moe.test_api import KINDS, arguments, expected
 from tests.moe.test_collective import run_ranks
+from tests.moe.test_one_rank import gather_gemm, gathered
 from tests.moe.test_routing import assert_same
 from tests.own_process import run_emulated
+from tilecrew.grouped_gemm import SwiGLU
+from tilecrew.grouped_gemm.api import grouped_gemm
 from tilecrew.moe import build_routing, operators, reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -153,10 +156,11 @@ def test_hundred_runs_give_the_same_bits(num_tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["interleaved", "halves"])
 @pytest.mark.parametrize("num_tokens", [1, 100])
-def test_graph_replays_with_other_inputs_equal_eager_calls(num_tokens):
+def test_graph_replays_with_other_inputs_equal_eager_calls(num_tokens, layout):
     problem = Problem(num_tokens, 6, 40, 264, 136, dtype=BF16, device="cuda")
-    inputs, options = arguments(problem, with_shared=True)
+    inputs, options = arguments(problem, layout, with_shared=True)
     x, ids, weights = inputs[:3]
 
     def run():
@@ -204,16 +208,104 @@ def test_nothing_waits_for_the_device(sync_is_an_error):
     tilecrew.moe_forward(*inputs, **options).sum().backward()  # compiles
     with sync_is_an_error():
         tilecrew.moe_forward(*inputs, **options).sum().backward()
+    with torch.no_grad():
+        tilecrew.moe_forward(*inputs, **options)  # compiles
+        with sync_is_an_error():
+            tilecrew.moe_forward(*inputs, **options)
 
 
 @pytest.mark.gpu
-def test_torch_compile_traces_through():
+@pytest.mark.parametrize(("layout", "with_shared"), [("halves", True), ("interleaved", False)])
+def test_torch_compile_traces_through(layout, with_shared):
     problem = Problem(64, 4, 8, 264, 136, dtype=BF16, device="cuda")
-    (x, ids, *inputs), options = arguments(problem, "halves", with_shared=True)
+    (x, ids, *inputs), options = arguments(problem, layout, with_shared)
     compiled = torch.compile(
         lambda x, ids: tilecrew.moe_forward(x, ids, *inputs, **options), fullgraph=True, backend="aot_eager"
     )
     assert torch.equal(compiled(x, ids), tilecrew.moe_forward(x, ids, *inputs, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("layout", ["interleaved", "halves"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "hidden", "intermediate"),
+    [(0, 2, 4, 64, 64), (1, 10, 512, 256, 64), (129, 1, 3, 8, 8), (300, 8, 64, 520, 136), (1000, 2, 5, 136, 264)],
+)
+def test_product_of_gathered_tokens(num_tokens, top_k, num_experts, hidden, intermediate, dtype, layout, transposed):
+    """Tokens without routes are NaN, as is what stands in the output before."""
+    for kind in KINDS:
+        sizes = (num_tokens, top_k, num_experts, hidden, intermediate)
+        problem = Problem(*sizes, kind=kind, dtype=dtype, device="cuda")
+        problem.x[(problem.topk_ids < 0).all(1)] = float("nan")
+        out = gather_gemm(problem, layout, transposed).cpu()
+        assert_rows_close(out, gathered(problem, layout), BOUNDS[dtype])
+        assert not out[int((problem.topk_ids >= 0).sum()) :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["uniform", "one expert", "some missing"])
+@pytest.mark.parametrize("layout", ["interleaved", "halves"])
+def test_gathered_tokens_give_the_bits_of_copied_ones(layout, kind):
+    """In the tiles of large calls, which are the same for both."""
+    problem = Problem(1024, 8, 64, 2048, 768, kind=kind, dtype=BF16, device="cuda")
+    row_routes, token_rows = tables_of(problem.topk_ids, 64)
+    routing = build_routing(problem.topk_ids[None], num_experts=64, row_block=1)
+    rows = ops.moe_gather(problem.x, None, row_routes, token_rows)
+    w = arguments(problem, layout)[0][3]
+    wanted = grouped_gemm(rows, w, routing.offs, epilogue=SwiGLU(8) if layout == "interleaved" else None)
+    first = gather_gemm(problem, layout)
+    assert torch.equal(first, wanted)
+    for _ in range(100):
+        assert torch.equal(gather_gemm(problem, layout), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["interleaved", "halves"])
+def test_tokens_are_gathered_at_any_address(layout):
+    """A launch that is remembered takes tensors of other calls; one of tokens between 16 bytes copies them."""
+    problems = [Problem(65, 3, 7, 72, 40, dtype=BF16, device="cuda", seed=seed) for seed in range(4)]
+    found = [gather_gemm(problem, layout) for problem in [*problems, *problems]]
+    for problem, first, again in zip(problems, found[:4], found[4:], strict=True):
+        assert_rows_close(first.cpu(), gathered(problem, layout), BOUNDS[BF16])
+        assert torch.equal(first, again)
+    (problem, *_), (wanted, *_) = problems, found
+    problem.x = torch.empty(65 * 72 + 1, dtype=BF16, device="cuda")[1:].view(65, 72).copy_(problem.x)
+    assert problem.x.data_ptr() % 16
+    assert torch.equal(gather_gemm(problem, layout), wanted)
+
+
+@pytest.mark.gpu
+def test_tokens_behind_two_gigabytes():
+    num_tokens, hidden, num_routed = 160_000, 8192, 200
+    problem = Problem(num_routed, 1, 2, hidden, 8, dtype=BF16, device="cuda")
+    x = torch.zeros(num_tokens, hidden, dtype=BF16, device="cuda")
+    ids = torch.full((num_tokens, 1), -1, device="cuda")
+    weights = torch.ones(num_tokens, 1, device="cuda")
+    x[-num_routed:], ids[-num_routed:], weights[-num_routed:] = problem.x, problem.topk_ids, problem.topk_weights
+    out = tilecrew.moe_forward(x, ids, weights, *arguments(problem)[0][3:])
+    assert_rows_close(out[-num_routed:], expected(problem), 2e-2)
+    assert not out[:-num_routed].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["interleaved", "halves"])
+def test_tokens_are_copied_for_gradients_only(layout, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    from tilecrew.moe import kernel_rows
+
+    def refuse(*arguments):
+        raise RuntimeError("a copy")
+
+    problem = Problem(300, 8, 64, 520, 136, kind="some missing", dtype=BF16, device="cuda")
+    inputs, options = arguments(problem, layout, with_shared=True)
+    monkeypatch.setattr(kernel_rows, "gather_launch", refuse)
+    assert_rows_close(tilecrew.moe_forward(*inputs, **options), expected(problem, True), 2e-2)
+    problem.x.requires_grad_()
+    with pytest.raises(RuntimeError, match="a copy"):
+        tilecrew.moe_forward(*inputs, **options)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from tests.grouped_gemm.problems import H200
 from tilecrew.device.aot import SM90
 from tilecrew.grouped_gemm import operators as gemm_operators
-from tilecrew.moe import expert_parallel, fused, kernel_routing, operators, routing, workspace
+from tilecrew.moe import expert_parallel, fused, kernel_routing, one_rank, operators, routing, workspace
 from tilecrew.parallel import World, fusion, host_signal
 from tilecrew.parallel.world import STREAMS_OF_TORCH, distinct_streams
 
@@ -206,7 +206,7 @@ def install(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(World, "use", use)
-    for module in (workspace, fused, operators, gemm_operators):
+    for module in (workspace, fused, one_rank, operators, gemm_operators):
         monkeypatch.setattr(module, "hardware_of", lambda device: H200)
     is_gpu = property(lambda self: True, lambda self, value: None)
     monkeypatch.setattr(workspace.MoEWorkspace, "is_gpu", is_gpu, raising=False)

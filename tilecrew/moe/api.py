@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilecrew.moe import checks, operators
+from tilecrew.moe import checks, one_rank, operators
 from tilecrew.moe.experts import SharedExperts, compute_experts, compute_shared, interleave_gate_up
 from tilecrew.moe.routing import build_routing, expert_range
 
@@ -40,9 +40,10 @@ def moe_forward(
     weights, then the shared experts' output, and rounded once: the same bits in every run.
 
     Without `world` all experts are here. On a GPU nothing waits for the device: a call can be captured in a CUDA graph,
-    and a replay may have other tokens, ids and weights. With a process group, experts are spread over its ranks and
-    tokens travel by all-to-all (NCCL on GPUs, gloo on the CPU); every rank must make the call, also one without tokens,
-    and with gradients every rank must call backward, because that sends as well.
+    and a replay may have other tokens, ids and weights. On Hopper, in bfloat16 or float16, the first product of a call
+    without gradients reads tokens where they are. With a process group, experts are spread over its ranks and tokens
+    travel by all-to-all (NCCL on GPUs, gloo on the CPU); every rank must make the call, also one without tokens, and
+    with gradients every rank must call backward, because that sends as well.
 
     With a World (bfloat16 or float16 on GPUs) ranks address each other's memory: products read tokens, and store
     results, where they belong, or rows are moved beside them. Ranks call in one order, and all of them with gradients
@@ -125,8 +126,13 @@ def moe_forward(
     token_rows = routing.combine_indices[:, 1].reshape(topk_ids.shape).contiguous()
     x = x.contiguous()
     base = compute_shared(x, shared, gate_up_layout) if isinstance(shared, SharedExperts) else shared
-    rows = torch.ops.tilecrew.moe_gather(x, None, routing.row_routes, token_rows)
-    y = compute_experts(rows, w_gate_up, w_down, routing.offs, gate_up_layout)
+    if one_rank.requires_gradient(shared, x, topk_weights, w_gate_up, w_down):
+        rows = torch.ops.tilecrew.moe_gather(x, None, routing.row_routes, token_rows)
+        y = compute_experts(rows, w_gate_up, w_down, routing.offs, gate_up_layout)
+    else:
+        y = one_rank.compute_experts_of_tokens(
+            x, routing.row_routes, token_rows, w_gate_up, w_down, routing.offs, gate_up_layout
+        )
     weights = topk_weights.to(operators.wide_dtype(x.dtype))
     return torch.ops.tilecrew.moe_combine(y, weights, base, routing.row_routes, token_rows)
 

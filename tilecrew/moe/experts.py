@@ -46,8 +46,13 @@ def compute_experts(
     """
     if gate_up_layout == "interleaved":
         return grouped_gemm(grouped_gemm(rows, w_gate_up, offs, epilogue=SWIGLU), w_down, offs)
-    gate, up = grouped_gemm(rows, w_gate_up, offs).chunk(2, -1)
-    return grouped_gemm(torch.nn.functional.silu(gate) * up, w_down, offs)
+    return grouped_gemm(silu_times_up(grouped_gemm(rows, w_gate_up, offs)), w_down, offs)
+
+
+def silu_times_up(product: torch.Tensor) -> torch.Tensor:
+    """[P, 2 * I] of the layout "halves" -> [P, I]."""
+    gate, up = product.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def compute_shared(x: torch.Tensor, shared: SharedExperts, gate_up_layout: str) -> torch.Tensor:

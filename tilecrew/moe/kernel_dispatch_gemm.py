@@ -2,7 +2,8 @@
 
 Computes
     dispatch    rows[p] = x of rank r [t],  (r, t) = indices[p];  zeros where it is (-1, -1)             (README, 1)
-    source      place_of_token: where that is, for a GEMM that gathers and needs no rows
+    source      place_of_token: where that is, for a GEMM that gathers and needs no rows; place_of_own_token: the same
+                where all tokens are in one tensor
     bring       near[d - 1, t] = x of rank r + d [t], where a route of that token goes to this rank's experts
     share       ids and route weights of this rank to where others read them, those of no expert as -1; counters of rows
                 to zero, and the next epoch
@@ -93,6 +94,21 @@ def place_of_token(rows, tensors):
     token = gl.load(tensors[0] + 2 * rows + 1)
     first = gl.load(tensors[1] + gl.maximum(rank, 0))
     return gl.where(rank >= 0, first + token.to(gl.int64) * gl.load(tensors[2] + 1) * 2, 0)
+
+
+@gluon.jit
+def place_of_own_token(rows, tensors):
+    """The `source` of a GEMM of a rank that has all tokens. tensors: x [T, H], row_routes [P], and the numbers K and
+    bytes of a token. x itself, and no address in device memory: launches that are remembered replace it."""
+    x, row_routes, top_k, row_bytes = tensors
+    route = gl.load(row_routes + rows)
+    token = gl.maximum(route, 0) // top_k
+    return gl.where(route >= 0, address_of(x) + token.to(gl.int64) * row_bytes, 0)
+
+
+@gluon.jit
+def address_of(x):
+    return x.to(gl.int64)
 
 
 @triton.jit(do_not_specialize=["rank", "size", "num_tokens", "first_expert", "end_expert"])
