@@ -30,8 +30,9 @@ def assembly():
     pytest.importorskip("triton")
     from tilecrew.device import triangular
 
-    names = ("INVERSE_PTX", "INVERSE_CONSTRAINTS", "OWN_BLOCKS_PTX", "OWN_DIAGONAL_PTX", "SQUARE_CONSTRAINTS")
-    return {name: getattr(triangular, name).value for name in (*names, "CAUSAL_PTX", "CAUSAL_CONSTRAINTS")}
+    names = ["INVERSE_PTX", "INVERSE_IN_PAIRS_PTX", "INVERSE_CONSTRAINTS", "OWN_BLOCKS_PTX", "OWN_DIAGONAL_PTX"]
+    names += ["SQUARE_CONSTRAINTS", "CAUSAL_PTX", "CAUSAL_CONSTRAINTS"]
+    return {name: getattr(triangular, name).value for name in names}
 
 
 def random(shape, seed=0):
@@ -49,14 +50,14 @@ def test_causal(half, assembly):
     np.testing.assert_array_equal(result, np.tril(x)[:, columns])
 
 
-def test_inverse_of_blocks(assembly):
+@pytest.mark.parametrize(("name", "tolerance"), [("INVERSE_PTX", 1e-5), ("INVERSE_IN_PAIRS_PTX", 1e-3)])
+def test_inverse_of_blocks(name, tolerance, assembly):
     L = np.tril(random((4, 16, 16)), -1) / 4
     minus = -L.reshape(64, 16)
-    result = elementwise(
-        assembly["INVERSE_PTX"], assembly["INVERSE_CONSTRAINTS"], 8, [minus], WARP_ACCUMULATOR, 4
-    ).reshape(4, 16, 16)
+    result = elementwise(assembly[name], assembly["INVERSE_CONSTRAINTS"], 8, [minus], WARP_ACCUMULATOR, 4)
+    result = result.reshape(4, 16, 16)
     expected = np.linalg.inv(np.eye(16) + L.astype(np.float64))
-    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance * np.abs(expected).max())
     np.testing.assert_array_equal(result, np.tril(result))
 
 
@@ -146,6 +147,20 @@ def test_exp2():
 VECTOR = {"sizePerThread": [1], "threadsPerWarp": [32], "warpsPerCTA": [4], "order": [0]}
 
 
+def test_pairs_of_half_precision():
+    """The first operand above the second, rounded to nearest even, infinite beyond 65504; both come back exactly."""
+    x, y = random(THREADS, 1), random(THREADS, 2)
+    x[:6] = [1 + 2**-11, 1 + 3 * 2**-11, 65504, 65520, 2**-24, -np.inf]
+    asm = """.reg .b32 pair, upper; .reg .b16 half; cvt.rn.f16x2.f32 pair, $2, $3;
+        shr.u32 upper, pair, 16; cvt.u16.u32 half, upper; cvt.f32.f16 $0, half;
+        cvt.u16.u32 half, pair; cvt.f32.f16 $1, half;"""
+    high, low = run(asm, "=&f,=&f,f,f", [x, y], THREADS)
+    np.testing.assert_array_equal(high[:6], np.array([1, 1 + 2**-9, 65504, np.inf, 2**-24, -np.inf], np.float32))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(high, x.astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(low, y.astype(np.float16).astype(np.float32))
+
+
 def test_shuffles_stay_in_a_warp():
     x = np.arange(THREADS, dtype=np.int32)
     asm = ".reg .b32 a; mov.u32 a, %laneid; xor.b32 a, a, 5; shfl.sync.idx.b32 $0, $1, a, 31, 0xffffffff;"
@@ -196,7 +211,8 @@ def test_holders_of_one_element_must_agree():
         ("add.u32 $0, $1, %laneid;", "=r,r", "%laneid"),
         (".reg .f32 a; mov.u32 a, $1; mov.u32 $0, 0;", "=r,r", "'a' is no register of type u32"),
         (".reg .b32 a; mov.b32 $0, a;", "=r,r", "a is read before it is written"),
-        (".reg .f16 a; mov.b32 $0, $1;", "=r,r", "'.f16'"),
+        (".reg .f8 a; mov.b32 $0, $1;", "=r,r", "'.f8'"),
+        (".reg .b16 a; mov.b32 $0, a;", "=r,r", "a is a register of type b16"),
         ("mov.b32 $0, $2;", "=r,=r,r", "\\$1 are never written"),
         ("mov.b32 $0, 1; mov.b32 $1, $2;", "=r,=r,r", "\\$2 is read after an output"),
         ("@p mov.b32 $0, $1;", "=r,r", "@p"),

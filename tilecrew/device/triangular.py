@@ -7,7 +7,8 @@ The accumulator of a 16x16 block gives lane l (row r = l / 4, columns c = 2 (l m
     6, 7  bottom right  [8 + r, 8 + c], [8 + r, 8 + c + 1]
 With I + L = [[T, 0], [M, B]] the inverse is [[T^-1, 0], [-B^-1 M T^-1, B^-1]]. T^-1 and B^-1 come by forward
 substitution, one rank-1 update a column: X[r, :] -= L[r, j] X[j, :], which leaves rows up to j alone because L is
-strictly lower. Values of other lanes come by warp shuffles: no shared memory, no barrier, float32 throughout.
+strictly lower. Values of other lanes come by warp shuffles, in float32 or as pairs of fp16: no shared memory, no
+barrier. Sums are in float32.
 """
 
 from tilecrew.device.compat import gl, gluon
@@ -18,17 +19,44 @@ def _shuffle(target: str, source: str, lane: str) -> str:
     return f"shfl.sync.idx.b32 {target}, {source}, {lane}, 31, 0xffffffff;"
 
 
+def _pair(target: str, low: str, high: str) -> str:
+    return f"cvt.rn.f16x2.f32 {target}, {high}, {low};"
+
+
+def _half(target: str, source: str, which: int) -> str:
+    """Code: the low or the high fp16 of a pair, in float32."""
+    shift = f"shr.u32 upper, {source}, 16;" if which else f"mov.b32 upper, {source};"
+    return f"{shift} cvt.u16.u32 half, upper; cvt.f32.f16 {target}, half;"
+
+
+def _unpair(low: str, high: str, source: str) -> list[str]:
+    return [_half(low, source, 0), _half(high, source, 1)]
+
+
+def _update(rows: str, factor: str, row: str) -> str:
+    return "".join(f"fma.rn.f32 {rows}{i}, {factor}, {row}{i}, {rows}{i};" for i in range(2))
+
+
+_START = [
+    "mov.u32 lane, %laneid; and.b32 pair, lane, 3; and.b32 quad, lane, 28; shr.u32 row, lane, 2;",
+    # T^-1 (t) and B^-1 (b) start as the identity, -M T^-1 (m) as zero
+    "shl.b32 src, pair, 1; setp.eq.u32 on0, row, src; add.u32 src, src, 1; setp.eq.u32 on1, row, src;",
+    "selp.f32 t0, 0f3F800000, 0f00000000, on0; selp.f32 t1, 0f3F800000, 0f00000000, on1;",
+    "mov.f32 b0, t0; mov.f32 b1, t1; mov.f32 m0, 0f00000000; mov.f32 m1, 0f00000000;",
+]
+_RESULT = [
+    f"mov.f32 ${i}, {value};"
+    for i, value in enumerate(["t0", "t1", "n0", "n1", "0f00000000", "0f00000000", "b0", "b1"])
+]
+
+
 def _inverse_ptx() -> str:
     lower = [f"${8 + i}" for i in range(8)]  # the operand, -L: registers as in the table above
     code = [
         "{",
         ".reg .b32 lane, pair, quad, row, src; .reg .pred on0, on1;",
         ".reg .f32 t0, t1, b0, b1, m0, m1, lt, lm, lb, tj0, tj1, bj0, bj1, x, n0, n1;",
-        "mov.u32 lane, %laneid; and.b32 pair, lane, 3; and.b32 quad, lane, 28; shr.u32 row, lane, 2;",
-        # T^-1 (t) and B^-1 (b) start as the identity, -M T^-1 (m) as zero
-        "shl.b32 src, pair, 1; setp.eq.u32 on0, row, src; add.u32 src, src, 1; setp.eq.u32 on1, row, src;",
-        "selp.f32 t0, 0f3F800000, 0f00000000, on0; selp.f32 t1, 0f3F800000, 0f00000000, on1;",
-        "mov.f32 b0, t0; mov.f32 b1, t1; mov.f32 m0, 0f00000000; mov.f32 m1, 0f00000000;",
+        *_START,
     ]
     for j in range(8):
         # column j of L for this lane's rows lies in its own quad; row j of X for its columns lies 4 j lanes up
@@ -39,35 +67,64 @@ def _inverse_ptx() -> str:
         code += [_shuffle("tj0", "t0", "src"), _shuffle("tj1", "t1", "src")]
         if j < 7:
             code += [_shuffle("bj0", "b0", "src"), _shuffle("bj1", "b1", "src")]
-            code += ["fma.rn.f32 t0, lt, tj0, t0; fma.rn.f32 t1, lt, tj1, t1;"]
-            code += ["fma.rn.f32 b0, lb, bj0, b0; fma.rn.f32 b1, lb, bj1, b1;"]
-        code.append("fma.rn.f32 m0, lm, tj0, m0; fma.rn.f32 m1, lm, tj1, m1;")
+            code += [_update("t", "lt", "tj"), _update("b", "lb", "bj")]
+        code.append(_update("m", "lm", "tj"))
     code.append("mov.f32 n0, 0f00000000; mov.f32 n1, 0f00000000;")
     for j in range(8):  # bottom left: B^-1 times -M T^-1
         code += [f"or.b32 src, quad, {j // 2};", _shuffle("x", f"b{j % 2}", "src"), f"or.b32 src, pair, {4 * j};"]
-        code += [_shuffle("tj0", "m0", "src"), _shuffle("tj1", "m1", "src")]
-        code.append("fma.rn.f32 n0, x, tj0, n0; fma.rn.f32 n1, x, tj1, n1;")
-    result = ["t0", "t1", "n0", "n1", "0f00000000", "0f00000000", "b0", "b1"]
-    code += [f"mov.f32 ${i}, {value};" for i, value in enumerate(result)]
-    return "\n".join([*code, "}"])
+        code += [_shuffle("tj0", "m0", "src"), _shuffle("tj1", "m1", "src"), _update("n", "x", "tj")]
+    return "\n".join([*code, *_RESULT, "}"])
+
+
+def _inverse_in_pairs_ptx() -> str:
+    # The same, but a shuffle brings two neighbours in a row as a pair of fp16.
+    code = [
+        "{",
+        ".reg .b32 lane, pair, quad, row, src, lt, lm, lb, tj, bj, x; .reg .pred on0, on1;",
+        ".reg .f32 t0, t1, b0, b1, m0, m1, n0, n1, l, r0, r1;",
+        ".reg .b32 pt, pm, pb, upper; .reg .b16 half;",
+        *_START,
+    ]
+    code += [_pair(f"p{name}", f"${8 + i}", f"${9 + i}") for name, i in (("t", 0), ("m", 2), ("b", 6))]
+    for j in range(8):
+        if j % 2 == 0:
+            code.append(f"or.b32 src, quad, {j // 2};")
+            code += [_shuffle(f"l{name}", f"p{name}", "src") for name in ("t", "m", "b")]
+        code.append(f"or.b32 src, pair, {4 * j};")
+        code += [_pair("tj", "t0", "t1"), _shuffle("tj", "tj", "src"), *_unpair("r0", "r1", "tj")]
+        code += [_half("l", "lm", j % 2), _update("m", "l", "r")]
+        if j < 7:
+            code += [_half("l", "lt", j % 2), _update("t", "l", "r")]
+            code += [_pair("bj", "b0", "b1"), _shuffle("bj", "bj", "src"), *_unpair("r0", "r1", "bj")]
+            code += [_half("l", "lb", j % 2), _update("b", "l", "r")]
+    code.append("mov.f32 n0, 0f00000000; mov.f32 n1, 0f00000000;")
+    code += [_pair("pb", "b0", "b1"), _pair("pm", "m0", "m1")]
+    for j in range(8):
+        if j % 2 == 0:
+            code += [f"or.b32 src, quad, {j // 2};", _shuffle("x", "pb", "src")]
+        code += [f"or.b32 src, pair, {4 * j};", _shuffle("tj", "pm", "src"), *_unpair("r0", "r1", "tj")]
+        code += [_half("l", "x", j % 2), _update("n", "l", "r")]
+    return "\n".join([*code, *_RESULT, "}"])
 
 
 INVERSE_PTX = gl.constexpr(_inverse_ptx())
+INVERSE_IN_PAIRS_PTX = gl.constexpr(_inverse_in_pairs_ptx())
 INVERSE_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 
 
 @gluon.jit
-def invert_diagonal_blocks(minus_L):
+def invert_diagonal_blocks(minus_L, PAIRS: gl.constexpr):
     """(I + L)^-1 of every 16x16 block of -L [64, 16] float32, strictly lower triangular blocks stacked, block w in
     warp w.
+
+    PAIRS: lanes exchange -L and rows of the inverse in fp16, two in a shuffle, which are half as many.
 
     -L has the accumulator layout of mma.sync over 4 warps, where a thread holds exactly the eight values of the table
     above.
     """
     gl.static_assert(minus_L.shape[0] == 64 and minus_L.shape[1] == 16, "four stacked 16x16 blocks")
-    return gl.inline_asm_elementwise(
-        INVERSE_PTX, INVERSE_CONSTRAINTS, [minus_L], dtype=gl.float32, is_pure=True, pack=8
-    )
+    PTX: gl.constexpr = INVERSE_IN_PAIRS_PTX if PAIRS else INVERSE_PTX
+    return gl.inline_asm_elementwise(PTX, INVERSE_CONSTRAINTS, [minus_L], dtype=gl.float32, is_pure=True, pack=8)
 
 
 def _scale_columns_ptx() -> str:

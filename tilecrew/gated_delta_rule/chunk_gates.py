@@ -35,6 +35,35 @@ def _add(a, b):
 
 
 @gluon.jit
+def load_gates(g_ptr, beta_ptr, strides, place, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """g and beta of a chunk and a group of heads as they are, [GROUP, 64] float32 each; 0 behind the chunk's end.
+
+    Every line of memory is asked for once: each thread loads what a token has for all heads of the group, which is one
+    access where heads are adjacent, and two warps load gates while the other two load betas.
+    """
+    batch, token, length, value_head = place
+    layout: gl.constexpr = gl.BlockedLayout([GROUP, 1], [1, 32], [1, 4], [0, 1])
+    index = gl.arange(0, 2 * CHUNK, gl.SliceLayout(0, layout))[None, :]
+    position = index % CHUNK
+    is_gate = index < CHUNK
+    valid = position < length
+    position64 = (token + position).to(gl.int64)
+    head64 = (value_head + gl.arange(0, GROUP, gl.SliceLayout(1, layout))).to(gl.int64)[:, None]
+    batch64 = batch.to(gl.int64)
+    g_offset = batch64 * strides[0] + position64 * strides[1] + head64 * strides[2]
+    beta_offset = batch64 * strides[3] + position64 * strides[4] + head64 * strides[5]
+    g = gl.load(g_ptr + g_offset, mask=valid & is_gate, other=0.0).to(gl.float32)
+    beta = gl.load(beta_ptr + beta_offset, mask=valid & (index >= CHUNK), other=0.0).to(gl.float32)
+    both = gl.permute(gl.reshape(gl.where(is_gate, g, beta), [GROUP, 2, CHUNK]), (0, 2, 1))
+    by_head: gl.constexpr = gl.BlockedLayout([1, 2, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0])
+    g, beta = gl.split(gl.convert_layout(both, by_head))
+    return (
+        gl.convert_layout(g, LAYOUT, assert_trivial=True),
+        gl.convert_layout(beta, LAYOUT, assert_trivial=True),
+    )
+
+
+@gluon.jit
 def prepare_gates(tensors, strides, place, tiles, gates, config: gl.constexpr):
     """Cumulative log2 decay and beta of a group of value heads, into shared memory; for the roles kernel also into rows
     0 and 1 of `gates`.
@@ -47,16 +76,10 @@ def prepare_gates(tensors, strides, place, tiles, gates, config: gl.constexpr):
     log2_decay_tile, beta_tile = tiles
     GROUP: gl.constexpr = config.head_group
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    g, beta = load_gates(g_ptr, beta_ptr, strides, place, GROUP, layout)
     head = value_head + gl.arange(0, GROUP, gl.SliceLayout(1, layout))
     position = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     valid = (position < length)[None, :]
-    position64 = (token + position).to(gl.int64)[None, :]
-    head64 = head.to(gl.int64)[:, None]
-    batch64 = batch.to(gl.int64)
-    g_offset = batch64 * strides[0] + position64 * strides[1] + head64 * strides[2]
-    beta_offset = batch64 * strides[3] + position64 * strides[4] + head64 * strides[5]
-    g = gl.load(g_ptr + g_offset, mask=valid, other=0.0).to(gl.float32)
-    beta = gl.load(beta_ptr + beta_offset, mask=valid, other=0.0).to(gl.float32)
     if config.compute_gate:
         if config.has_gate_bias:
             g += gl.load(dt_bias_ptr + head).to(gl.float32)[:, None]

@@ -16,8 +16,9 @@ import numpy as np
 from tilecrew.simulator.layouts import WARP_SIZE, Layout, register_map
 
 _BITS: dict[str, Any] = {"b32": np.uint32, "u32": np.uint32, "s32": np.uint32, "f32": np.uint32}
+_BITS |= {"b16": np.uint16, "u16": np.uint16, "f16": np.uint16}
 _BITS |= {"b64": np.uint64, "u64": np.uint64, "s64": np.uint64, "pred": np.bool_}
-_VIEWS: dict[str, Any] = _BITS | {"s32": np.int32, "f32": np.float32, "s64": np.int64}
+_VIEWS: dict[str, Any] = _BITS | {"s32": np.int32, "f16": np.float16, "f32": np.float32, "s64": np.int64}
 # Of a constraint: its register's type, the dtypes of arrays that may go in, and the dtype of those that come out.
 _CONSTRAINTS: dict[str, tuple[str, tuple[Any, ...], Any]] = {
     "f": ("f32", (np.float32,), np.float32),
@@ -62,6 +63,12 @@ def _exp2(x: np.ndarray) -> np.ndarray:
     return _flush(np.exp2(_flush(x).astype(np.float64)).astype(np.float32))
 
 
+def _pack_half(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Two float32 as fp16, rounded to nearest even, the first operand in the upper half."""
+    high_bits, low_bits = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (high, low))
+    return high_bits << 16 | low_bits
+
+
 def _shuffle(value: np.ndarray, lane: np.ndarray, clamp: np.ndarray, mask: np.ndarray) -> np.ndarray:
     if clamp.ndim or mask.ndim or int(clamp) != 31 or int(mask) != 0xFFFFFFFF:
         raise ValueError("expected clamp 31 and mask 0xffffffff")
@@ -98,6 +105,9 @@ def _operations() -> dict[str, _Operation]:
         "shr.s32": _Operation("s32", ("s32", "u32"), _shift_right),
         "fma.rn.f32": _Operation("f32", ("f32", "f32", "f32"), _fma),
         "neg.f32": _Operation("f32", ("f32",), np.negative),
+        "cvt.rn.f16x2.f32": _Operation("b32", ("f32", "f32"), _pack_half),
+        "cvt.f32.f16": _Operation("f32", ("f16",), lambda x: x.astype(np.float32)),
+        "cvt.u16.u32": _Operation("u16", ("u32",), lambda x: x.astype(np.uint16)),
         "ex2.approx.ftz.f32": _Operation("f32", ("f32",), _exp2),
         "shfl.sync.idx.b32": _Operation("b32", ("b32", "u32", "u32", "u32"), _shuffle),
     }
@@ -271,8 +281,9 @@ def run(
 
     Args:
         asm: PTX with $0, $1, ... for the outputs and then the inputs. Known are the declarations .reg, and mov, add,
-            sub, mul, shl, shr, and, or, xor, setp, selp, fma, neg, ex2 and shfl.sync.idx in the variants that the
-            project uses; braces are ignored, and so are griddepcontrol, fence.proxy.async and cp.async.bulk.wait_group.
+            sub, mul, shl, shr, and, or, xor, setp, selp, fma, neg, cvt, ex2 and shfl.sync.idx in the variants that
+            the project uses; braces are ignored, and so are griddepcontrol, fence.proxy.async and
+            cp.async.bulk.wait_group.
         constraints: one of =f, =r, =l, =&f, =&r, =&l for each output, then one of f, r, l for each input.
         inputs: one array [..., num_threads] for each input register, float32 for f, int32 for r, int64 for l. Leading
             dimensions are independent runs of the same threads.
