@@ -30,7 +30,7 @@ def assembly():
     pytest.importorskip("triton")
     from tilecrew.device import triangular
 
-    names = ["INVERSE_PTX", "INVERSE_IN_PAIRS_PTX", "INVERSE_CONSTRAINTS", "OWN_BLOCKS_PTX", "OWN_DIAGONAL_PTX"]
+    names = ["INVERSE_PTX", "INVERSE_BY_PRODUCTS_PTX", "INVERSE_CONSTRAINTS", "OWN_BLOCKS_PTX", "OWN_DIAGONAL_PTX"]
     names += ["SQUARE_CONSTRAINTS", "CAUSAL_PTX", "CAUSAL_CONSTRAINTS"]
     return {name: getattr(triangular, name).value for name in names}
 
@@ -50,7 +50,7 @@ def test_causal(half, assembly):
     np.testing.assert_array_equal(result, np.tril(x)[:, columns])
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("INVERSE_PTX", 1e-5), ("INVERSE_IN_PAIRS_PTX", 1e-3)])
+@pytest.mark.parametrize(("name", "tolerance"), [("INVERSE_PTX", 1e-5), ("INVERSE_BY_PRODUCTS_PTX", 1e-3)])
 def test_inverse_of_blocks(name, tolerance, assembly):
     L = np.tril(random((4, 16, 16)), -1) / 4
     minus = -L.reshape(64, 16)
@@ -145,6 +145,43 @@ def test_exp2():
 
 
 VECTOR = {"sizePerThread": [1], "threadsPerWarp": [32], "warpsPerCTA": [4], "order": [0]}
+
+
+@pytest.mark.parametrize("depth", [8, 16])
+def test_products_of_warps(depth):
+    """Every element of both operands and of what is added where PTX has it."""
+    A, B, C = random((16, depth), 1), random((depth, 8), 2), random((16, 8), 3)
+    A, B = A.astype(np.float16), B.astype(np.float16)
+    rows, columns = np.arange(32) // 4, 2 * (np.arange(32) % 4)
+
+    def pairs(matrix):
+        halves = [matrix[rows, columns + i].view(np.uint16).astype(np.uint32) for i in range(2)]
+        return (halves[0] | halves[1] << 16).view(np.int32)
+
+    left = [pairs(A[8 * m : 8 * m + 8, 8 * k : 8 * k + 8]) for k in range(depth // 8) for m in range(2)]
+    right = [pairs(B[8 * k : 8 * k + 8].T) for k in range(depth // 8)]
+    added = [C[rows + 8 * m, columns + i] for m in range(2) for i in range(2)]
+    number = 4 + len(left) + len(right)
+    names = [f"${i}" for i in range(number + 4)]
+    groups = [names[:4], names[4 : 4 + len(left)], names[4 + len(left) : number], names[number:]]
+    asm = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.f16.f16.f32 " + ", ".join(
+        f"{{{', '.join(group)}}}" for group in groups
+    )
+    constraints = ",".join(["=&f"] * 4 + ["r"] * (number - 4) + ["f"] * 4)
+    result = run(asm + ";", constraints, [*left, *right, *added], 32)
+    expected = (A.astype(np.float64) @ B.astype(np.float64) + C).astype(np.float32)
+    for i, values in enumerate(result):
+        np.testing.assert_array_equal(values, expected[rows + 8 * (i // 2), columns + i % 2])
+
+
+def test_transposed_in_a_warp():
+    matrix = np.arange(4 * 64, dtype=np.uint32).reshape(4, 8, 8)
+
+    def pairs(tiles):
+        return (tiles[..., ::2] | tiles[..., 1::2] << 16).reshape(-1).view(np.int32)
+
+    result = unary("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", pairs(matrix))
+    np.testing.assert_array_equal(result, pairs(matrix.swapaxes(1, 2)))
 
 
 def test_pairs_of_half_precision():

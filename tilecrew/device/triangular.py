@@ -7,8 +7,10 @@ The accumulator of a 16x16 block gives lane l (row r = l / 4, columns c = 2 (l m
     6, 7  bottom right  [8 + r, 8 + c], [8 + r, 8 + c + 1]
 With I + L = [[T, 0], [M, B]] the inverse is [[T^-1, 0], [-B^-1 M T^-1, B^-1]]. T^-1 and B^-1 come by forward
 substitution, one rank-1 update a column: X[r, :] -= L[r, j] X[j, :], which leaves rows up to j alone because L is
-strictly lower. Values of other lanes come by warp shuffles, in float32 or as pairs of fp16: no shared memory, no
-barrier. Sums are in float32.
+strictly lower. Values of other lanes come by warp shuffles: no shared memory, no barrier, float32 throughout.
+
+Where fp16 is precise enough the same comes by MMA: 4x4 blocks by (I - N)^-1 = (I + N) (I + N^2), whose terms stay as
+small as the blocks are, then merged twice. A series for larger blocks would cancel.
 """
 
 from tilecrew.device.compat import gl, gluon
@@ -17,20 +19,6 @@ from tilecrew.device.mma import warp_accumulator_layout
 
 def _shuffle(target: str, source: str, lane: str) -> str:
     return f"shfl.sync.idx.b32 {target}, {source}, {lane}, 31, 0xffffffff;"
-
-
-def _pair(target: str, low: str, high: str) -> str:
-    return f"cvt.rn.f16x2.f32 {target}, {high}, {low};"
-
-
-def _half(target: str, source: str, which: int) -> str:
-    """Code: the low or the high fp16 of a pair, in float32."""
-    shift = f"shr.u32 upper, {source}, 16;" if which else f"mov.b32 upper, {source};"
-    return f"{shift} cvt.u16.u32 half, upper; cvt.f32.f16 {target}, half;"
-
-
-def _unpair(low: str, high: str, source: str) -> list[str]:
-    return [_half(low, source, 0), _half(high, source, 1)]
 
 
 def _update(rows: str, factor: str, row: str) -> str:
@@ -76,54 +64,81 @@ def _inverse_ptx() -> str:
     return "\n".join([*code, *_RESULT, "}"])
 
 
-def _inverse_in_pairs_ptx() -> str:
-    # The same, but a shuffle brings two neighbours in a row as a pair of fp16.
+def _product(target: str, left: tuple[str, ...], right: tuple[str, ...], start: str) -> str:
+    """Code: target = start + left times right, of 8x8 tiles of fp16, right ones transposed. Where there are two,
+    products of the first are values 0 and 1 of the accumulator, of the second 2 and 3."""
+    results = ", ".join(f"{target}{i}" for i in range(4))
+    depth = 8 * len(left)
+    operands = f"{left[0]}, zero" if depth == 8 else f"{left[0]}, zero, zero, {left[1]}"
+    name = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.f16.f16.f32"
+    added = {"0": "none, none, none, none", "I": "one0, one1, one0, one1"}.get(start, results)
+    return f"{name} {{{results}}}, {{{operands}}}, {{{', '.join(right)}}}, {{{added}}};"
+
+
+def _pack(target: str, source: str, first: int = 0) -> str:
+    """Code: two neighbours of a row as fp16, the left one low."""
+    return f"cvt.rn.f16x2.f32 {target}, {source}{first + 1}, {source}{first};"
+
+
+def _inverse_by_products_ptx() -> str:
+    # x stands for a tile of which a lane has two values as fp16, xq for its transposed: as a right operand of a product
+    # a lane has the transposed tile in the places in which it has the tile as a left one. So with both of each factor
+    # both of the product come by products, and only -L is transposed. t and b: of the two 8x8 blocks.
+    tiles = [f"{name}{q}{block}" for name in "lnfsdex" for q in ("", "q") for block in "tb"]
+    sums = [f"{name}{i}" for name in ("p", "pq", "r", "rq", "g") for i in range(4)]
     code = [
         "{",
-        ".reg .b32 lane, pair, quad, row, src, lt, lm, lb, tj, bj, x; .reg .pred on0, on1;",
-        ".reg .f32 t0, t1, b0, b1, m0, m1, n0, n1, l, r0, r1;",
-        ".reg .b32 pt, pm, pb, upper; .reg .b16 half;",
-        *_START,
+        ".reg .b32 lane, next, column, row, zero, m, gq, " + ", ".join(tiles) + ";",
+        ".reg .f32 none, one0, one1, " + ", ".join(sums) + ";",
+        ".reg .pred on0, on1, inside;",
+        "mov.u32 lane, %laneid; mov.b32 zero, 0; mov.f32 none, 0f00000000;",
+        "shr.u32 row, lane, 2; and.b32 column, lane, 3; shl.b32 column, column, 1;",
+        # The identity, and whether the values are in one of the 4x4 blocks on the diagonal
+        "setp.eq.u32 on0, row, column; selp.f32 one0, 0f3F800000, 0f00000000, on0;",
+        "add.u32 next, column, 1; setp.eq.u32 on1, row, next; selp.f32 one1, 0f3F800000, 0f00000000, on1;",
+        "xor.b32 next, row, column; setp.lt.u32 inside, next, 4;",
+        *(f"cvt.rn.f16x2.f32 {name}, ${9 + i}, ${8 + i};" for name, i in (("lt", 0), ("m", 2), ("lb", 6))),
     ]
-    code += [_pair(f"p{name}", f"${8 + i}", f"${9 + i}") for name, i in (("t", 0), ("m", 2), ("b", 6))]
-    for j in range(8):
-        if j % 2 == 0:
-            code.append(f"or.b32 src, quad, {j // 2};")
-            code += [_shuffle(f"l{name}", f"p{name}", "src") for name in ("t", "m", "b")]
-        code.append(f"or.b32 src, pair, {4 * j};")
-        code += [_pair("tj", "t0", "t1"), _shuffle("tj", "tj", "src"), *_unpair("r0", "r1", "tj")]
-        code += [_half("l", "lm", j % 2), _update("m", "l", "r")]
-        if j < 7:
-            code += [_half("l", "lt", j % 2), _update("t", "l", "r")]
-            code += [_pair("bj", "b0", "b1"), _shuffle("bj", "bj", "src"), *_unpair("r0", "r1", "bj")]
-            code += [_half("l", "lb", j % 2), _update("b", "l", "r")]
-    code.append("mov.f32 n0, 0f00000000; mov.f32 n1, 0f00000000;")
-    code += [_pair("pb", "b0", "b1"), _pair("pm", "m0", "m1")]
-    for j in range(8):
-        if j % 2 == 0:
-            code += [f"or.b32 src, quad, {j // 2};", _shuffle("x", "pb", "src")]
-        code += [f"or.b32 src, pair, {4 * j};", _shuffle("tj", "pm", "src"), *_unpair("r0", "r1", "tj")]
-        code += [_half("l", "x", j % 2), _update("n", "l", "r")]
-    return "\n".join([*code, *_RESULT, "}"])
+    for block in "tb":
+        code.append(f"movmatrix.sync.aligned.m8n8.trans.b16 lq{block}, l{block};")
+        # N: in the 4x4 blocks, F: below them
+        code.append(f"selp.b32 n{block}, l{block}, 0, inside; selp.b32 nq{block}, lq{block}, 0, inside;")
+        code.append(f"selp.b32 f{block}, 0, l{block}, inside;")
+
+    def product(name: str, sum: str, left: str, right: str, start: str) -> None:
+        """name, sum = start + left times right, as fp16 and in float32, and its transposed."""
+        for q, x, y in (("", left, f"{right}q"), ("q", f"{right}q", left)):
+            code.append(_product(sum + q, (f"{x}t", f"{x}b"), (f"{y}t", f"{y}b"), start))
+            code.extend(_pack(f"{name}{q}{block}", sum + q, first) for first, block in ((0, "t"), (2, "b")))
+
+    product("s", "p", "n", "n", "I")  # I + N^2
+    product("d", "p", "n", "s", "same")  # D = (I - N)^-1 = (I + N^2) + N (I + N^2), as N^4 = 0
+    product("e", "r", "f", "d", "0")  # F D
+    product("x", "p", "d", "e", "same")  # X = (I - N - F)^-1 = D + D F D
+    # The block below T and B: X_B (-M X_T)
+    code += [_product("g", ("xqt",), ("m",), "0"), _pack("gq", "g"), _product("g", ("xb",), ("gq",), "0")]
+    result = ["p0", "p1", "g0", "g1", "0f00000000", "0f00000000", "p2", "p3"]
+    code += [f"mov.f32 ${i}, {value};" for i, value in enumerate(result)]
+    return "\n".join([*code, "}"])
 
 
 INVERSE_PTX = gl.constexpr(_inverse_ptx())
-INVERSE_IN_PAIRS_PTX = gl.constexpr(_inverse_in_pairs_ptx())
+INVERSE_BY_PRODUCTS_PTX = gl.constexpr(_inverse_by_products_ptx())
 INVERSE_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 
 
 @gluon.jit
-def invert_diagonal_blocks(minus_L, PAIRS: gl.constexpr):
+def invert_diagonal_blocks(minus_L, PRODUCTS: gl.constexpr):
     """(I + L)^-1 of every 16x16 block of -L [64, 16] float32, strictly lower triangular blocks stacked, block w in
     warp w.
 
-    PAIRS: lanes exchange -L and rows of the inverse in fp16, two in a shuffle, which are half as many.
+    PRODUCTS: by products of fp16 tiles in place of 76 shuffles; else float32 throughout.
 
     -L has the accumulator layout of mma.sync over 4 warps, where a thread holds exactly the eight values of the table
     above.
     """
     gl.static_assert(minus_L.shape[0] == 64 and minus_L.shape[1] == 16, "four stacked 16x16 blocks")
-    PTX: gl.constexpr = INVERSE_IN_PAIRS_PTX if PAIRS else INVERSE_PTX
+    PTX: gl.constexpr = INVERSE_BY_PRODUCTS_PTX if PRODUCTS else INVERSE_PTX
     return gl.inline_asm_elementwise(PTX, INVERSE_CONSTRAINTS, [minus_L], dtype=gl.float32, is_pure=True, pack=8)
 
 

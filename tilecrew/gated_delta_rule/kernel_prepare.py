@@ -350,8 +350,8 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
     layout: gl.constexpr = warp_accumulator_layout()
     L_parts = allocate_parts(CHUNK, SPLIT)
     D_parts = allocate_parts(BLOCK, SPLIT)
-    # What is rounded to bfloat16 in the end, and merged in fp16, loses nothing where lanes exchange fp16.
-    PAIRS: gl.constexpr = not SPLIT and inverse_desc.dtype == gl.bfloat16
+    # What is rounded to bfloat16 in the end, and merged in fp16, loses nothing by products of fp16 in its blocks.
+    PRODUCTS: gl.constexpr = not SPLIT and inverse_desc.dtype == gl.bfloat16
     ones = gl.allocate_shared_memory(gl.float32, [CHUNK], vector_layout())
     inverse = gl.allocate_shared_memory(inverse_desc.dtype, [CHUNK, CHUNK], inverse_desc.layout)
     if config.gate_inside_inverse:
@@ -377,9 +377,9 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
                 D = invert_diagonal_blocks(minus_L, False)
             else:
                 # A_g beta_j comes out where the D beta_j go in, and L without beta.
-                D = scale_columns(invert_diagonal_blocks(minus_L * beta_rows, PAIRS), beta_rows)
+                D = scale_columns(invert_diagonal_blocks(minus_L * beta_rows, PRODUCTS), beta_rows)
         else:
-            D = invert_diagonal_blocks(KK_blocks * -beta_rows, PAIRS)
+            D = invert_diagonal_blocks(KK_blocks * -beta_rows, PRODUCTS)
         tma_store_wait(0)
         barrier()  # the head before has read D and its A has left shared memory
         store_parts(D, D_parts, SPLIT)

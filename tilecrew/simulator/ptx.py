@@ -69,6 +69,40 @@ def _pack_half(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return high_bits << 16 | low_bits
 
 
+def _tiles(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The 8x8 tile [..., warps, 8, 8] of which lane 4 r + c / 2 of each warp has columns c and c + 1 of row r."""
+    if low.shape[-1] % WARP_SIZE:
+        raise ValueError(f"threads of shape {low.shape} are not whole warps")
+    return np.stack([low, high], -1).reshape(*low.shape[:-1], -1, 8, 8)
+
+
+def _transpose(value: np.ndarray) -> np.ndarray:
+    tiles = np.swapaxes(_tiles(value & np.uint32(0xFFFF), value >> np.uint32(16)), -1, -2)
+    low, high = np.moveaxis(tiles.reshape(*value.shape, 2), -1, 0)
+    return low | high << np.uint32(16)
+
+
+def _warp_product(*registers: np.ndarray) -> tuple[np.ndarray, ...]:
+    """mma.sync of shape m16n8k16 or m16n8k8, of 10 or 7 operands."""
+    registers = tuple(np.broadcast_arrays(*registers))
+    depth = 2 if len(registers) == 10 else 1
+    halves = [
+        _tiles(*((x >> np.uint32(shift)).astype(np.uint16).view(np.float16).astype(np.float64) for shift in (0, 16)))
+        for x in registers[: 3 * depth]
+    ]
+    left = np.concatenate([np.concatenate(halves[2 * k : 2 * k + 2], -2) for k in range(depth)], -1)
+    right = np.concatenate(halves[2 * depth :], -1)
+    added = np.concatenate([_tiles(*registers[-4:-2]), _tiles(*registers[-2:])], -2)
+    result = (left @ np.swapaxes(right, -1, -2) + added).astype(np.float32)
+    pairs = (result[..., :8, :], result[..., 8:, :])
+    shape = registers[0].shape
+    return tuple(
+        np.ascontiguousarray(half.reshape(*half.shape[:-2], WARP_SIZE, 2)[..., i]).reshape(shape)
+        for half in pairs
+        for i in range(2)
+    )
+
+
 def _shuffle(value: np.ndarray, lane: np.ndarray, clamp: np.ndarray, mask: np.ndarray) -> np.ndarray:
     if clamp.ndim or mask.ndim or int(clamp) != 31 or int(mask) != 0xFFFFFFFF:
         raise ValueError("expected clamp 31 and mask 0xffffffff")
@@ -91,9 +125,12 @@ _WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class _Operation:
+    """function: of all operands, with one result or, where `num_results` is more, a tuple of so many."""
+
     result: str
     operands: tuple[str, ...]
-    function: Callable[..., np.ndarray]
+    function: Callable[..., Any]
+    num_results: int = 1
 
 
 def _operations() -> dict[str, _Operation]:
@@ -108,9 +145,14 @@ def _operations() -> dict[str, _Operation]:
         "cvt.rn.f16x2.f32": _Operation("b32", ("f32", "f32"), _pack_half),
         "cvt.f32.f16": _Operation("f32", ("f16",), lambda x: x.astype(np.float32)),
         "cvt.u16.u32": _Operation("u16", ("u32",), lambda x: x.astype(np.uint16)),
+        "movmatrix.sync.aligned.m8n8.trans.b16": _Operation("b32", ("b32",), _transpose),
         "ex2.approx.ftz.f32": _Operation("f32", ("f32",), _exp2),
         "shfl.sync.idx.b32": _Operation("b32", ("b32", "u32", "u32", "u32"), _shuffle),
     }
+    for depth in (8, 16):
+        operands = ("b32",) * (3 * depth // 8) + ("f32",) * 4
+        name = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.f16.f16.f32"
+        table[name] = _Operation("f32", operands, _warp_product, 4)
     functions: dict[str, Callable[..., np.ndarray]] = {"and": np.bitwise_and, "or": np.bitwise_or}
     for name, function in (functions | {"xor": np.bitwise_xor}).items():
         table[f"{name}.b32"] = _Operation("b32", ("b32", "b32"), function)
@@ -140,7 +182,7 @@ class _Statement:
 
     text: str
     operation: _Operation
-    target: str
+    targets: tuple[str, ...]
     operands: tuple[str | np.ndarray, ...]
 
 
@@ -204,14 +246,16 @@ def _parse_statement(text: str, registers: dict[str, str]) -> _Statement:
     operation = _OPERATIONS.get(opcode)
     if operation is None:
         raise ValueError(f"instruction {opcode!r} is not known")
-    target, *operands = (part.strip() for part in rest.split(","))
+    parts = [part.strip() for part in rest.split(",")]
+    targets, operands = tuple(parts[: operation.num_results]), parts[operation.num_results :]
     if len(operands) != len(operation.operands):
-        raise ValueError(f"expected {len(operation.operands)} operands after the first, found {len(operands)}")
-    if target not in registers or not _may_hold(registers[target], operation.result):
-        raise ValueError(f"{target!r} is no register of type {operation.result}")
+        raise ValueError(f"expected {len(operation.operands)} operands after the results, found {len(operands)}")
+    for target in targets:
+        if target not in registers or not _may_hold(registers[target], operation.result):
+            raise ValueError(f"{target!r} is no register of type {operation.result}")
     kinds = zip(operands, operation.operands, strict=True)
     return _Statement(
-        text, operation, target, tuple(_parse_operand(operand, kind, registers, opcode) for operand, kind in kinds)
+        text, operation, targets, tuple(_parse_operand(operand, kind, registers, opcode) for operand, kind in kinds)
     )
 
 
@@ -269,9 +313,11 @@ class _Machine:
     def execute(self, statement: _Statement) -> None:
         operation = statement.operation
         kinds = zip(statement.operands, operation.operands, strict=True)
-        result = np.asarray(operation.function(*(self.read(operand, kind) for operand, kind in kinds)))
-        self.values[statement.target] = result.view(_BITS[operation.result])
-        self.inputs_at_risk |= statement.target in self.program.sharing
+        result = operation.function(*(self.read(operand, kind) for operand, kind in kinds))
+        results = result if operation.num_results > 1 else (result,)
+        for target, value in zip(statement.targets, results, strict=True):
+            self.values[target] = np.asarray(value).view(_BITS[operation.result])
+            self.inputs_at_risk |= target in self.program.sharing
 
 
 def run(
@@ -281,8 +327,8 @@ def run(
 
     Args:
         asm: PTX with $0, $1, ... for the outputs and then the inputs. Known are the declarations .reg, and mov, add,
-            sub, mul, shl, shr, and, or, xor, setp, selp, fma, neg, cvt, ex2 and shfl.sync.idx in the variants that
-            the project uses; braces are ignored, and so are griddepcontrol, fence.proxy.async and
+            sub, mul, shl, shr, and, or, xor, setp, selp, fma, neg, cvt, ex2, mma.sync, movmatrix and shfl.sync.idx in
+            the variants that the project uses; braces are ignored, and so are griddepcontrol, fence.proxy.async and
             cp.async.bulk.wait_group.
         constraints: one of =f, =r, =l, =&f, =&r, =&l for each output, then one of f, r, l for each input.
         inputs: one array [..., num_threads] for each input register, float32 for f, int32 for r, int64 for l. Leading
