@@ -392,6 +392,7 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
     else:
         store_parts(KK, L_parts, SPLIT)
     KK_blocks = own_lower_blocks(KK)
+    # The barrier in front of a head's TMA store also tells that every warp has read L and D.
     for group_idx in range(config.head_group):
         head_beta = beta.index(group_idx)
         beta_rows = head_beta.load(gl.SliceLayout(1, layout))[:, None]
@@ -399,7 +400,6 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
             g = log2_decay.index(group_idx)
             # Above the diagonal e^{g_i - g_j} may be infinite: nothing there is read, the blocks on it have zeros.
             left, middle = left_and_middle(KK)
-            barrier()  # the head before has read its L
             store_gated(left, g, head_beta, L_parts, 0, SPLIT)
             store_gated(middle, g, head_beta, L_parts, 32, SPLIT)
             minus_L = gated_blocks(KK_blocks, g)
@@ -412,10 +412,9 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
                 D = scale_columns(invert_diagonal_blocks(minus_L * beta_rows, PRODUCTS), beta_rows)
         else:
             D = invert_diagonal_blocks(KK_blocks * -beta_rows, PRODUCTS)
-        tma_store_wait(0)
-        barrier()  # the head before has read D and its A has left shared memory
         store_parts(D, D_parts, SPLIT)
-        barrier()
+        tma_store_wait(0)
+        barrier()  # L and D are there, and A of the head before has left shared memory
         if config.gate_inside_inverse and not SPLIT:
             X_0, X_1, X_2, X_3 = merge_columns(D, L_parts[0], D_parts[0])
             inverse.store(join_columns(X_0, X_1, X_2, X_3, square).to(inverse.dtype))
