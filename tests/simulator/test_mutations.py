@@ -73,8 +73,8 @@ MEMBAR = (
     "accesses of one tile where the kernel has none; it does not see where only the kernel's own barrier would do"
 )
 MISSED = {
-    **{("prepare", "drop barrier", "", number): MEMBAR for number in (0, 1, 2, 3, 4)},
-    **{("prepare gated", "drop barrier", "", number): MEMBAR for number in (0, 1, 2, 4, 5, 6)},
+    **{("prepare", "drop barrier", "", number): MEMBAR for number in (0, 1, 2)},
+    **{("prepare gated", "drop barrier", "", number): MEMBAR for number in (0, 1, 2, 4)},
 }
 UNFOUND = HARMLESS | MISSED
 

@@ -35,6 +35,7 @@ from tilecrew.device.compat import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -45,7 +46,13 @@ from tilecrew.device.descriptors import matrix_descriptor, token_descriptor
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout, warp_accumulator_layout
 from tilecrew.device.tiles import exp2, let_next_kernel_start, matrix_view
-from tilecrew.device.triangular import invert_diagonal_blocks, own_diagonal, own_lower_blocks, scale_columns
+from tilecrew.device.triangular import (
+    invert_diagonal_blocks,
+    left_and_middle,
+    own_diagonal,
+    own_lower_blocks,
+    scale_columns,
+)
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
 from tilecrew.gated_delta_rule.chunk_gates import inverse_norms, prepare_gates, store_factors, store_norms
 from tilecrew.gated_delta_rule.chunk_inverse import (
@@ -344,6 +351,32 @@ def has_long_keys(squares, beta, config: gl.constexpr):
 
 
 @gluon.jit
+def store_gated(KK, g, beta, parts, FIRST_COLUMN: gl.constexpr, SPLIT: gl.constexpr):
+    """-L of some columns into its tile, with beta where SPLIT, from K K^T of these columns."""
+    rows: gl.constexpr = gl.SliceLayout(1, KK.type.layout)
+    COLUMNS: gl.constexpr = KK.shape[1]
+    columns = g.slice(FIRST_COLUMN, COLUMNS).load(gl.SliceLayout(0, KK.type.layout))
+    minus_L = -KK * exp2(g.load(rows)[:, None] - columns[None, :])
+    if SPLIT:
+        minus_L *= beta.load(rows)[:, None]
+    store_parts(minus_L, (parts[0].slice(FIRST_COLUMN, COLUMNS, 1), parts[1].slice(FIRST_COLUMN, COLUMNS, 1)), SPLIT)
+
+
+@gluon.jit
+def gated_blocks(KK_blocks, g):
+    """The strictly lower parts of -L's blocks on the diagonal, [64, 16], without beta, from those of K K^T."""
+    NUM_BLOCKS: gl.constexpr = CHUNK // BLOCK
+    blocks = gl.reshape(KK_blocks, [NUM_BLOCKS, BLOCK, BLOCK])
+    layout: gl.constexpr = blocks.type.layout
+    tile = reinterpret(g, gl.float32, [NUM_BLOCKS, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    rows = gl.expand_dims(tile.load(gl.SliceLayout(2, layout)), 2)
+    columns = gl.expand_dims(tile.load(gl.SliceLayout(1, layout)), 1)
+    # Above the diagonal the exponent may be large, and an infinite factor times the zeros there would be NaN.
+    gated = gl.where(blocks == 0.0, 0.0, -blocks * exp2(rows - columns))
+    return gl.convert_layout(gl.reshape(gated, [CHUNK, BLOCK]), warp_accumulator_layout(), assert_trivial=True)
+
+
+@gluon.jit
 def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.constexpr, config: gl.constexpr):
     """The inverse of every value head of the group, each stored by TMA while the next one is computed."""
     square: gl.constexpr = accumulator_layout(CHUNK)
@@ -359,20 +392,19 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
     else:
         store_parts(KK, L_parts, SPLIT)
     KK_blocks = own_lower_blocks(KK)
+    # The barrier in front of a head's TMA store also tells that every warp has read L and D.
     for group_idx in range(config.head_group):
         head_beta = beta.index(group_idx)
         beta_rows = head_beta.load(gl.SliceLayout(1, layout))[:, None]
         if config.gate_inside_inverse:
             g = log2_decay.index(group_idx)
-            # Above the diagonal e^{g_i - g_j} may be infinite: no block there is read, own_lower_blocks selects.
-            minus_L = -KK * exp2(
-                g.load(gl.SliceLayout(1, square))[:, None] - g.load(gl.SliceLayout(0, square))[None, :]
-            )
+            # Above the diagonal e^{g_i - g_j} may be infinite: nothing there is read, the blocks on it have zeros.
+            left, middle = left_and_middle(KK)
+            store_gated(left, g, head_beta, L_parts, 0, SPLIT)
+            store_gated(middle, g, head_beta, L_parts, 32, SPLIT)
+            minus_L = gated_blocks(KK_blocks, g)
             if SPLIT:
-                minus_L *= head_beta.load(gl.SliceLayout(1, square))[:, None]
-            barrier()  # the head before has read its L
-            store_parts(minus_L, L_parts, SPLIT)
-            minus_L = own_lower_blocks(minus_L)
+                minus_L *= beta_rows
             if SPLIT:
                 D = invert_diagonal_blocks(minus_L, False)
             else:
@@ -380,10 +412,9 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
                 D = scale_columns(invert_diagonal_blocks(minus_L * beta_rows, PRODUCTS), beta_rows)
         else:
             D = invert_diagonal_blocks(KK_blocks * -beta_rows, PRODUCTS)
-        tma_store_wait(0)
-        barrier()  # the head before has read D and its A has left shared memory
         store_parts(D, D_parts, SPLIT)
-        barrier()
+        tma_store_wait(0)
+        barrier()  # L and D are there, and A of the head before has left shared memory
         if config.gate_inside_inverse and not SPLIT:
             X_0, X_1, X_2, X_3 = merge_columns(D, L_parts[0], D_parts[0])
             inverse.store(join_columns(X_0, X_1, X_2, X_3, square).to(inverse.dtype))
