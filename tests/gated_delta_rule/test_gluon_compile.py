@@ -20,12 +20,11 @@ MOST_SPILLS = {"3.9.0": 40}
 MOST_SPILLS_ELSEWHERE = 12
 SPILLS_IN_WGMMA_LOOPS = {"3.9.0": 1}
 # With 96 registers, for a fifth program on an SM, prepare spills outside of loops with wgmma, and is faster all the
-# same (docs/notes/forward.md): most where it inverts long keys too.
+# same (docs/notes/forward.md).
 MANY_PROGRAMS = {
-    "prepare: gate inside, group 4, packed, many": 28,
-    "prepare: gate inside, group 2, float16, many": 29,
-    "prepare gated: normalised, group 2, packed, many": 11,
-    "prepare gated: group 4, packed, many": 46,
+    "prepare: gate inside, group 4, packed, many": 10,
+    "prepare gated: normalised, group 2, packed, many": 14,
+    "prepare gated: group 4, packed, many": 6,
 }
 
 

@@ -85,7 +85,7 @@ def _inverse_by_products_ptx() -> str:
     # a lane has the transposed tile in the places in which it has the tile as a left one. So with both of each factor
     # both of the product come by products, and only -L is transposed. t and b: of the two 8x8 blocks.
     tiles = [f"{name}{q}{block}" for name in "lnfsdex" for q in ("", "q") for block in "tb"]
-    sums = [f"{name}{i}" for name in ("p", "pq", "r", "rq", "g") for i in range(4)]
+    sums = [f"{name}{i}" for name in ("p", "pq", "r", "g") for i in range(4)]
     code = [
         "{",
         ".reg .b32 lane, next, column, row, zero, m, gq, " + ", ".join(tiles) + ";",
@@ -106,15 +106,17 @@ def _inverse_by_products_ptx() -> str:
         code.append(f"selp.b32 f{block}, 0, l{block}, inside;")
 
     def product(name: str, sum: str, left: str, right: str, start: str) -> None:
-        """name, sum = start + left times right, as fp16 and in float32, and its transposed."""
-        for q, x, y in (("", left, f"{right}q"), ("q", f"{right}q", left)):
-            code.append(_product(sum + q, (f"{x}t", f"{x}b"), (f"{y}t", f"{y}b"), start))
-            code.extend(_pack(f"{name}{q}{block}", sum + q, first) for first, block in ((0, "t"), (2, "b")))
+        """name, sum = start + left times right, where `right` is the name of its transposed; as fp16 and in float32."""
+        code.append(_product(sum, (f"{left}t", f"{left}b"), (f"{right}t", f"{right}b"), start))
+        code.extend(_pack(f"{name}{block}", sum, first) for first, block in ((0, "t"), (2, "b")))
 
-    product("s", "p", "n", "n", "I")  # I + N^2
-    product("d", "p", "n", "s", "same")  # D = (I - N)^-1 = (I + N^2) + N (I + N^2), as N^4 = 0
-    product("e", "r", "f", "d", "0")  # F D
-    product("x", "p", "d", "e", "same")  # X = (I - N - F)^-1 = D + D F D
+    product("s", "p", "n", "nq", "I")  # I + N^2
+    product("sq", "pq", "nq", "n", "I")
+    product("d", "p", "n", "sq", "same")  # D = (I - N)^-1 = (I + N^2) + N (I + N^2), as N^4 = 0
+    product("dq", "pq", "sq", "n", "same")
+    product("eq", "r", "dq", "f", "0")  # E = F D, of which only the transposed is needed
+    product("x", "p", "d", "eq", "same")  # X = (I - N - F)^-1 = D + D E
+    product("xq", "pq", "eq", "d", "same")
     # The block below T and B: X_B (-M X_T)
     code += [_product("g", ("xqt",), ("m",), "0"), _pack("gq", "g"), _product("g", ("xb",), ("gq",), "0")]
     result = ["p0", "p1", "g0", "g1", "0f00000000", "0f00000000", "p2", "p3"]

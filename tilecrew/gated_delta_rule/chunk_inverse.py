@@ -66,25 +66,26 @@ def merge_blocks(
     column.
 
     D          [64, 16] float32, the inverses of the diagonal blocks, stacked; D_parts: the same in shared memory
-    L_parts    SIGN times L in shared memory, without the factor of its rows
+    L_parts    SIGN times L in shared memory, without the factor of its rows: parts of columns 0 to 31, of 32 to 47
     row_factor shared vector [64] that multiplies the rows of L (beta, where L_parts holds K K^T)
     """
+    left, middle = L_parts
     zero = gl.zeros([CHUNK, BLOCK], gl.float32, warp_accumulator_layout())
     X = inverse_column(D, zero, D_parts, 3, SIGN, SPLIT)
     store_column(X, column_factor, inverse, 3, MULTIPLY)
     XL = scale_column(X, row_factor, 3)
-    sum_2 = multiply_accumulate(XL, L_parts, 3, 2, zero, SPLIT)
-    sum_1 = multiply_accumulate(XL, L_parts, 3, 1, zero, SPLIT)
-    sum_0 = multiply_accumulate(XL, L_parts, 3, 0, zero, SPLIT)
+    sum_2 = multiply_accumulate(XL, middle, 3, 0, zero, SPLIT)
+    sum_1 = multiply_accumulate(XL, left, 3, 1, zero, SPLIT)
+    sum_0 = multiply_accumulate(XL, left, 3, 0, zero, SPLIT)
     X = inverse_column(D, sum_2, D_parts, 2, SIGN, SPLIT)
     store_column(X, column_factor, inverse, 2, MULTIPLY)
     XL = scale_column(X, row_factor, 2)
-    sum_1 = multiply_accumulate(XL, L_parts, 2, 1, sum_1, SPLIT)
-    sum_0 = multiply_accumulate(XL, L_parts, 2, 0, sum_0, SPLIT)
+    sum_1 = multiply_accumulate(XL, left, 2, 1, sum_1, SPLIT)
+    sum_0 = multiply_accumulate(XL, left, 2, 0, sum_0, SPLIT)
     X = inverse_column(D, sum_1, D_parts, 1, SIGN, SPLIT)
     store_column(X, column_factor, inverse, 1, MULTIPLY)
     XL = scale_column(X, row_factor, 1)
-    sum_0 = multiply_accumulate(XL, L_parts, 1, 0, sum_0, SPLIT)
+    sum_0 = multiply_accumulate(XL, left, 1, 0, sum_0, SPLIT)
     store_column(inverse_column(D, sum_0, D_parts, 0, SIGN, SPLIT), column_factor, inverse, 0, MULTIPLY)
 
 
@@ -113,22 +114,25 @@ def store_column(X, factor, inverse, COLUMN_BLOCK: gl.constexpr, MULTIPLY: gl.co
 
 
 @gluon.jit
-def merge_columns(D, minus_L, D_tile):
-    """(I + L)^-1 as four block columns [64, 16] in registers; fp16 operands, -L and D in shared memory."""
+def merge_columns(D, left, middle, D_tile):
+    """(I + L)^-1 as four block columns [64, 16] in registers; fp16 operands, -L and D in shared memory.
+
+    left, middle: columns 0 to 31 and 32 to 47 of -L.
+    """
     layout: gl.constexpr = warp_accumulator_layout()
     row_block = (gl.arange(0, CHUNK, gl.SliceLayout(1, layout)) // BLOCK)[:, None]
     zero = gl.zeros([CHUNK, BLOCK], gl.float32, layout)
     X_3 = gl.where(row_block == 3, D, 0.0)
     a_3 = left_operand(X_3)
-    sum_2 = mma_v2(a_3, right_operand(minus_L, 3, 2), zero)
-    sum_1 = mma_v2(a_3, right_operand(minus_L, 3, 1), zero)
-    sum_0 = mma_v2(a_3, right_operand(minus_L, 3, 0), zero)
+    sum_2 = mma_v2(a_3, right_operand(middle, 3, 0), zero)
+    sum_1 = mma_v2(a_3, right_operand(left, 3, 1), zero)
+    sum_0 = mma_v2(a_3, right_operand(left, 3, 0), zero)
     X_2 = mma_v2(left_operand(sum_2), right_operand(D_tile, 2, 0), gl.where(row_block == 2, D, 0.0))
     a_2 = left_operand(X_2)
-    sum_1 = mma_v2(a_2, right_operand(minus_L, 2, 1), sum_1)
-    sum_0 = mma_v2(a_2, right_operand(minus_L, 2, 0), sum_0)
+    sum_1 = mma_v2(a_2, right_operand(left, 2, 1), sum_1)
+    sum_0 = mma_v2(a_2, right_operand(left, 2, 0), sum_0)
     X_1 = mma_v2(left_operand(sum_1), right_operand(D_tile, 1, 0), gl.where(row_block == 1, D, 0.0))
-    sum_0 = mma_v2(left_operand(X_1), right_operand(minus_L, 1, 0), sum_0)
+    sum_0 = mma_v2(left_operand(X_1), right_operand(left, 1, 0), sum_0)
     X_0 = mma_v2(left_operand(sum_0), right_operand(D_tile, 0, 0), gl.where(row_block == 0, D, 0.0))
     return X_0, X_1, X_2, X_3
 

@@ -352,14 +352,14 @@ def has_long_keys(squares, beta, config: gl.constexpr):
 
 @gluon.jit
 def store_gated(KK, g, beta, parts, FIRST_COLUMN: gl.constexpr, SPLIT: gl.constexpr):
-    """-L of some columns into its tile, with beta where SPLIT, from K K^T of these columns."""
+    """-L of some columns into a tile of their own, with beta where SPLIT, from K K^T of these columns."""
     rows: gl.constexpr = gl.SliceLayout(1, KK.type.layout)
     COLUMNS: gl.constexpr = KK.shape[1]
     columns = g.slice(FIRST_COLUMN, COLUMNS).load(gl.SliceLayout(0, KK.type.layout))
     minus_L = -KK * exp2(g.load(rows)[:, None] - columns[None, :])
     if SPLIT:
         minus_L *= beta.load(rows)[:, None]
-    store_parts(minus_L, (parts[0].slice(FIRST_COLUMN, COLUMNS, 1), parts[1].slice(FIRST_COLUMN, COLUMNS, 1)), SPLIT)
+    store_parts(minus_L, parts, SPLIT)
 
 
 @gluon.jit
@@ -381,7 +381,8 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
     """The inverse of every value head of the group, each stored by TMA while the next one is computed."""
     square: gl.constexpr = accumulator_layout(CHUNK)
     layout: gl.constexpr = warp_accumulator_layout()
-    L_parts = allocate_parts(CHUNK, SPLIT)
+    # Two tiles, as the compiler puts a barrier between stores into one. Nobody reads the last block column.
+    L_left, L_middle = allocate_parts(CHUNK // 2, SPLIT), allocate_parts(BLOCK, SPLIT)
     D_parts = allocate_parts(BLOCK, SPLIT)
     # What is rounded to bfloat16 in the end, and merged in fp16, loses nothing by products of fp16 in its blocks.
     PRODUCTS: gl.constexpr = not SPLIT and inverse_desc.dtype == gl.bfloat16
@@ -390,7 +391,9 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
     if config.gate_inside_inverse:
         ones.store(gl.full([CHUNK], 1.0, gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
     else:
-        store_parts(KK, L_parts, SPLIT)
+        left, middle = left_and_middle(KK)
+        store_parts(left, L_left, SPLIT)
+        store_parts(middle, L_middle, SPLIT)
     KK_blocks = own_lower_blocks(KK)
     # The barrier in front of a head's TMA store also tells that every warp has read L and D.
     for group_idx in range(config.head_group):
@@ -400,13 +403,11 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
             g = log2_decay.index(group_idx)
             # Above the diagonal e^{g_i - g_j} may be infinite: nothing there is read, the blocks on it have zeros.
             left, middle = left_and_middle(KK)
-            store_gated(left, g, head_beta, L_parts, 0, SPLIT)
-            store_gated(middle, g, head_beta, L_parts, 32, SPLIT)
             minus_L = gated_blocks(KK_blocks, g)
+            store_gated(left, g, head_beta, L_left, 0, SPLIT)
+            store_gated(middle, g, head_beta, L_middle, 32, SPLIT)
             if SPLIT:
-                minus_L *= beta_rows
-            if SPLIT:
-                D = invert_diagonal_blocks(minus_L, False)
+                D = invert_diagonal_blocks(minus_L * beta_rows, False)
             else:
                 # A_g beta_j comes out where the D beta_j go in, and L without beta.
                 D = scale_columns(invert_diagonal_blocks(minus_L * beta_rows, PRODUCTS), beta_rows)
@@ -416,12 +417,12 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
         tma_store_wait(0)
         barrier()  # L and D are there, and A of the head before has left shared memory
         if config.gate_inside_inverse and not SPLIT:
-            X_0, X_1, X_2, X_3 = merge_columns(D, L_parts[0], D_parts[0])
+            X_0, X_1, X_2, X_3 = merge_columns(D, L_left[0], L_middle[0], D_parts[0])
             inverse.store(join_columns(X_0, X_1, X_2, X_3, square).to(inverse.dtype))
         elif config.gate_inside_inverse:
-            merge_blocks(D, L_parts, D_parts, ones, head_beta, inverse, -1.0, config.for_scan, SPLIT)
+            merge_blocks(D, (L_left, L_middle), D_parts, ones, head_beta, inverse, -1.0, config.for_scan, SPLIT)
         else:
-            merge_blocks(D, L_parts, D_parts, head_beta, head_beta, inverse, 1.0, config.for_scan, SPLIT)
+            merge_blocks(D, (L_left, L_middle), D_parts, head_beta, head_beta, inverse, 1.0, config.for_scan, SPLIT)
         fence_async_shared()
         barrier()
         tma_store(inverse_desc, [(first_row + group_idx) * CHUNK, 0], inverse)
