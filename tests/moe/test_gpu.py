@@ -329,7 +329,7 @@ def test_two_ranks_over_nccl(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(12))
+@pytest.mark.parametrize("part", range(24))
 def test_emulated_ranks(part):
     """A process has the GPU for itself while it has its turn, so parts may run at the same time."""
-    run_emulated(Path(__file__).parent / "emulated_gpu.py", f"{part}/12")
+    run_emulated(Path(__file__).parent / "emulated_gpu.py", f"{part}/24")
