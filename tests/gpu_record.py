@@ -1,8 +1,9 @@
 """The record of a full run of the GPU tests, tied to its sources: `pytest -m gpu --gpu-record FILE` writes it.
 
-Where a test was wrong, and not what it tests, `--gpu-record-again FILE` runs only the tests that failed, once they are
-mended, and brings their outcomes into the record, which says how many they were. The package's sources must be the
-same.
+A test that has not ended counts as failed, and the record is written while the run goes on: one that is cut off leaves
+what is left to do. Where that is so, or where a test was wrong, and not what it tests, `--gpu-record-again FILE` runs
+only the tests that failed, once they are mended, and brings their outcomes into the record, which says how many they
+were. The package's sources must be the same.
 """
 
 import datetime
@@ -10,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
 COUNTS = ("passed", "failed", "skipped")
 PLACE = ("device", "torch", "triton")
+SECONDS_BETWEEN_WRITES = 2.0
 FIELDS = ("source_sha256", *COUNTS, *PLACE, "date", "failed_tests", "run_again")
 
 
@@ -42,9 +45,12 @@ def add_option(parser: pytest.Parser) -> None:
 
 def register(config: pytest.Config) -> None:
     path, again = config.getoption("--gpu-record"), config.getoption("--gpu-record-again")
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist: it has the tests, the controller sees every report
     if again is not None:
-        config.pluginmanager.register(GpuRecorder(pathlib.Path(again), previous_record(again)), "gpu_recorder")
-    if path is None or hasattr(config, "workerinput"):  # pytest-xdist: the controller sees every report
+        config.pluginmanager.register(OnlyFailedTests(previous_record(again)), "only_failed_tests")
+        if not is_worker:
+            config.pluginmanager.register(GpuRecorder(pathlib.Path(again), previous_record(again)), "gpu_recorder")
+    if path is None or is_worker:
         return
     is_full = config.getoption("markexpr") == "gpu" and not config.getoption("keyword") and not _has_selection(config)
     if not is_full:
@@ -73,8 +79,19 @@ def previous_record(path: str) -> dict[str, Any]:
     return record
 
 
+class OnlyFailedTests:
+    """Deselects all others."""
+
+    def __init__(self, previous: dict[str, Any]) -> None:
+        self._failed = set(previous["failed_tests"])
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self._failed])
+        items[:] = [item for item in items if item.nodeid in self._failed]
+
+
 class GpuRecorder:
-    """Counts outcomes and writes the record when the session ends.
+    """Counts outcomes and writes the record, now and then and when the session ends.
 
     previous: the record whose failed tests alone run.
     """
@@ -85,12 +102,16 @@ class GpuRecorder:
         self._failed: set[str] = set()
         self._passed: set[str] = set()
         self._skipped: set[str] = set()
+        self._ended: set[str] = set()
+        self._collected: set[str] = set() if previous is None else set(previous["failed_tests"])
+        self._written = 0.0
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if self._previous is not None:
-            others = [item for item in items if item.nodeid not in self._previous["failed_tests"]]
-            config.hook.pytest_deselected(items=others)
-            items[:] = [item for item in items if item.nodeid in self._previous["failed_tests"]]
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._collected |= {item.nodeid for item in session.items}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        self._collected |= set(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -99,29 +120,35 @@ class GpuRecorder:
             self._skipped.add(report.nodeid)
         elif report.when == "call":
             self._passed.add(report.nodeid)
+        if report.when == "teardown":
+            self._ended.add(report.nodeid)
+        if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
+            self._write()
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR):
-            return  # what was not run cannot be on record
-        passed = len(self._passed - self._failed)
-        if torch.cuda.is_available() and passed + len(self._failed) == 0:
-            # A machine with a GPU on which nothing ran has tested nothing.
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-            return
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu-record needs a CUDA device")
-        record = make_record(passed, sorted(self._failed), len(self._skipped))
+        if not self._write() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _write(self) -> bool:
+        """False on a machine on which nothing has run: it has tested nothing, and has no record."""
+        has_run = (self._passed | self._failed) & self._ended
+        if not has_run or not torch.cuda.is_available():
+            return False
+        failed = self._failed | (self._collected - self._ended)
+        passed = has_run - failed
+        record = make_record(len(passed), sorted(failed), len(self._skipped - failed))
         if self._previous is not None:
-            again = self._passed | self._failed
-            left = sorted((set(self._previous["failed_tests"]) - again) | self._failed)
-            record |= {name: self._previous[name] for name in COUNTS} | {
-                "passed": self._previous["passed"] + passed,
-                "failed": len(left),
-                "failed_tests": left,
-                "run_again": self._previous["run_again"] + len(again),
+            record |= {
+                "passed": self._previous["passed"] + len(passed),
+                "skipped": self._previous["skipped"] + len(self._skipped - failed),
+                "run_again": self._previous["run_again"] + len(has_run),
             }
         self._path.write_text(json.dumps(record, indent=2) + "\n")
+        self._written = time.monotonic()
+        return True
 
 
 def make_record(passed: int, failed: list[str], skipped: int) -> dict[str, Any]:

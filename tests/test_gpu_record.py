@@ -108,6 +108,36 @@ def test_failed_tests_run_again(project):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
 
 
+def test_what_a_run_that_was_cut_off_has_left_runs_again(project):
+    interrupted = TESTS.format(fails=False).replace("assert not False", "raise KeyboardInterrupt")
+    project.makepyfile(test_one=interrupted, test_two=TESTS.format(fails=False))
+    result = project.runpytest_inprocess("-m", "gpu", "--gpu-record", "record.json", no_reraise_ctrlc=True)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    record = json.loads((project.path / "record.json").read_text())
+    left = ["test_one.py::test_fails", "test_one.py::test_skips"]
+    left += [f"test_two.py::test_{name}" for name in ("fails", "passes", "skips")]
+    assert (record["passed"], record["failed"], record["failed_tests"]) == (1, 5, left)
+    project.makepyfile(test_one=TESTS.format(fails=False))
+    result = project.runpytest_inprocess("-m", "gpu", "--gpu-record-again", "record.json")
+    result.assert_outcomes(passed=3, skipped=2, deselected=3)
+    record = json.loads((project.path / "record.json").read_text())
+    assert (record["passed"], record["failed"], record["skipped"], record["run_again"]) == (4, 0, 2, 3)
+
+
+def test_the_record_is_written_while_workers_run(project, monkeypatch):
+    """What pytest-xdist tells the controller: the tests of its workers, and their reports."""
+    monkeypatch.setattr(gpu_record, "SECONDS_BETWEEN_WRITES", -1.0)
+    path = project.path / "record.json"
+    recorder = gpu_record.GpuRecorder(path)
+    recorder.pytest_xdist_node_collection_finished(None, ["a", "b", "c"])
+    for name, outcome in (("a", "passed"), ("b", "failed")):
+        for when in ("setup", "call", "teardown"):
+            assert path.exists() == (name == "b")
+            recorder.pytest_runtest_logreport(pytest.TestReport(name, ("", 0, ""), {}, outcome, None, when))
+    record = json.loads(path.read_text())
+    assert (record["passed"], record["failed_tests"]) == (1, ["b", "c"])
+
+
 def test_other_sources_are_not_run_again(project, monkeypatch):
     project.makepyfile(test_one=TESTS.format(fails=True))
     project.runpytest_inprocess("-m", "gpu", "--gpu-record", "record.json")
