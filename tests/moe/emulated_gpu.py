@@ -343,6 +343,16 @@ def test_many_calls_without_waiting_for_the_device():
     assert all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
 
 
+def replay(worlds, graphs, outs):
+    """Of all ranks, into outputs that were NaN."""
+    for out in outs:
+        out.fill_(float("nan"))
+    torch.cuda.synchronize()
+    with watchdog.watch(worlds, "a replay"):
+        on_every_rank(worlds, lambda world: graphs[world.rank].replay())
+        synchronize(worlds)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
     worlds = emulate(size, first_epoch=2**32 - 18)  # 12 eager calls before, 0 is the epoch of a replay
@@ -362,17 +372,13 @@ def test_cuda_graph_replays_with_other_tokens_and_routes(size, dispatch):
         with torch.cuda.graph(graphs[-1], stream=world.stream):
             outs.append(gpu_ranks.forward(world, inputs))
     for problem, parts, eager in zip(problems, others, wanted, strict=True):
-        for own, part, out in zip(inputs, parts, outs, strict=True):
+        for own, part in zip(inputs, parts, strict=True):
             own.x.copy_(part.x)
             own.ids.copy_(part.ids)
             own.weights.copy_(part.weights)
             own.w_gate_up.copy_(part.w_gate_up)
             own.w_down.copy_(part.w_down)
-            out.fill_(float("nan"))
-        torch.cuda.synchronize()
-        with watchdog.watch(worlds, "a replay"):
-            on_every_rank(worlds, lambda world: graphs[world.rank].replay())
-            synchronize(worlds)
+        replay(worlds, graphs, outs)
         assert all(torch.equal(a, b) for a, b in zip(outs, eager, strict=True))
         gpu_ranks.check_forward(problem, outs, problem.expected())
     again = on_every_rank(worlds, gpu_ranks.forward, others[0])  # eager calls go on where replays have left epochs
@@ -396,12 +402,7 @@ def test_cuda_graphs_of_ranks_without_experts(dispatch, monkeypatch):
         with torch.cuda.graph(graphs[-1], stream=world.stream):
             outs.append(gpu_ranks.forward(world, inputs))
     for _ in range(3):
-        for out in outs:
-            out.fill_(float("nan"))
-        torch.cuda.synchronize()
-        with watchdog.watch(worlds, "a replay"):
-            on_every_rank(worlds, lambda world: graphs[world.rank].replay())
-            synchronize(worlds)
+        replay(worlds, graphs, outs)
         assert all(torch.equal(a, b) for a, b in zip(outs, eager, strict=True))
 
 

@@ -18,7 +18,7 @@ Per program: row of the state (state_indices) -> load S -> per token: load q, k,
 store S. A padded sequence (negative index) loads nothing, stores zeros as outputs, and leaves the pool alone.
 
 Where the GPU has programmatic dependent launch, programs take the places of those of the kernel before as these end,
-wait until all have, and read nothing before: of a model's layers, whose kernels are short, that is a microsecond each.
+wait until all have, and read nothing before: half a microsecond of each of a model's layers (docs/notes/decode.md).
 """
 
 from typing import Any, NamedTuple
