@@ -5,6 +5,7 @@ from tilecrew.device.handoff import Handoff, Signal
 from tilecrew.device.mma import tile_layout
 from tilecrew.device.ring import Ring, quotient_parity, remainder
 from tilecrew.device.tiles import matrix_view, vectors_view
+from tilecrew.gated_delta_rule.chunk_blocks import allocate_matrices
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS
 
 
@@ -35,7 +36,7 @@ class ScanTiles:
 
     @gluon.jit
     def create(descs, config: gl.constexpr):
-        q_desc, k_desc, v_desc, inverse_desc, scores_desc, factors_desc, o_desc, h_desc = descs
+        q_desc, k_desc, v_desc, factors_desc, o_desc, h_desc = descs
         STAGES: gl.constexpr = config.num_stages
         BLOCK_V: gl.constexpr = config.block_v
         dtype: gl.constexpr = q_desc.dtype
@@ -47,9 +48,9 @@ class ScanTiles:
             gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, DIM], q_desc.layout),
             gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, DIM], k_desc.layout),
             gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, BLOCK_V], v_desc.layout),
-            gl.allocate_shared_memory(dtype, [STAGES, CHUNK, CHUNK], inverse_desc.layout),
+            allocate_matrices(STAGES, dtype),
             gl.allocate_shared_memory(gl.float32, [STAGES, FACTOR_ROWS, CHUNK], factors_desc.layout),
-            gl.allocate_shared_memory(dtype, [STAGES, CHUNK, CHUNK], scores_desc.layout),
+            allocate_matrices(STAGES, dtype),
             output,
             state,
         )

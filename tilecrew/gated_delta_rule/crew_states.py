@@ -3,6 +3,7 @@
 from tilecrew.device.compat import aggregate, gl, gluon
 from tilecrew.device.mma import tile_layout
 from tilecrew.device.tiles import matrix_view, vectors_view
+from tilecrew.gated_delta_rule.chunk_blocks import allocate_matrices
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS
 
 HALF = gl.constexpr(64)  # rows of S^T that a scan role has: those of one warp group's MMA
@@ -28,13 +29,13 @@ class StatesTiles:
         self.gated_inverse, self.factors = gated_inverse, factors
 
     @gluon.jit
-    def create(k_desc, v_desc, inverse_desc, factors_desc, config: gl.constexpr):
+    def create(k_desc, v_desc, factors_desc, config: gl.constexpr):
         STAGES: gl.constexpr = config.num_stages
         dtype: gl.constexpr = k_desc.dtype
         return StatesTiles(
             gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, 1, DIM], k_desc.layout),
             gl.allocate_shared_memory(dtype, [STAGES * NUM_HALVES, 1, CHUNK, 1, HALF], v_desc.layout),
-            gl.allocate_shared_memory(dtype, [STAGES, CHUNK, CHUNK], inverse_desc.layout),
+            allocate_matrices(STAGES, dtype),
             gl.allocate_shared_memory(gl.float32, [STAGES, FACTOR_ROWS, CHUNK], factors_desc.layout),
         )
 

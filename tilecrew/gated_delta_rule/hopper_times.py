@@ -50,8 +50,8 @@ WAVES = {
 CROWDED = 0.75  # a share of the SMs
 # By implementation, and whether the call normalises.
 PREPARE = {
-    ("scan", False): PrepareTimes(13.5, 9.4, 4.05),
-    ("scan", True): PrepareTimes(13.5, 9.4, 4.05),
+    ("scan", False): PrepareTimes(13.0, 7.4, 2.8),
+    ("scan", True): PrepareTimes(13.0, 7.4, 2.8),
     ("roles", False): PrepareTimes(10.2, 4.9, 6.9),
     ("roles", True): PrepareTimes(13.7, 8.7, 2.9),
 }

@@ -4,7 +4,9 @@ One CTA serves one piece of a sequence, one value head and 64 or 128 values, and
 keeps the *transposed* state S^T [V, K] as the accumulator of MMAs of warp groups, each with 64 rows. Rows of S^T do not
 depend on each other, and an accumulator becomes the left operand of the next MMA in registers: so S, U, W and V_d never
 leave the scan role, and nothing in the chain from one chunk to the next waits for another warp. With 128 values two
-warp groups work in step and share every tile. A_g, scale Q K^T and all factors come from kernel_prepare.
+warp groups work in step and share every tile. A_g, scale Q K^T and all factors come from kernel_prepare, the matrices
+without their top right quarters: in shared memory these are zeros from the start, and no copy touches them
+(chunk_blocks).
 
 Computes (equation numbers of README.md), per chunk:
     attention   P_g = G o (scale Q K^T) (3), in the place where scale Q K^T landed
@@ -68,6 +70,7 @@ from tilecrew.device.trace import switch_scope
 from tilecrew.device.triangular import causal
 from tilecrew.gated_delta_rule import kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
+from tilecrew.gated_delta_rule.chunk_blocks import NUM_BLOCKS, block_descriptor, clear_top_right, load_lower, matrix_of
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS
 from tilecrew.gated_delta_rule.chunk_state import load_state, state_pointer, store_state
 from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
@@ -156,8 +159,8 @@ def launch(
         token_descriptor(q, 128),
         token_descriptor(arguments.k, 128),
         token_descriptor(v, block_v),
-        matrix_descriptor(prepared.inverse, 64, 64),
-        matrix_descriptor(prepared.scores, 64, 64),
+        block_descriptor(prepared.inverse),
+        block_descriptor(prepared.scores),
         matrix_descriptor(prepared.factors, 4, 64),
         token_descriptor(result.o, block_v),
         matrix_descriptor(h, 128, block_v),
@@ -202,7 +205,11 @@ def forward_scan_kernel(
     TOKEN_STRIDE: gl.constexpr = config.num_value_heads * DIM
     first_token = walk.batch.to(gl.int64) * num_tokens + walk.token_start
     output_pointer = pointers.output + first_token * TOKEN_STRIDE + walk.head * DIM + walk.value_offset
-    tiles = ScanTiles.create((q_desc, k_desc, v_desc, inverse_desc, scores_desc, factors_desc, o_desc, h_desc), config)
+    tiles = ScanTiles.create((q_desc, k_desc, v_desc, factors_desc, o_desc, h_desc), config)
+    clear_top_right(tiles.gated_inverse)
+    clear_top_right(tiles.attention)
+    fence_async_shared()
+    barrier()
     crew = ScanCrew.create(config)
     VALUE_STRIDE: gl.constexpr = DIM if config.state_v_first else 1  # of the states in global memory
     KEY_STRIDE: gl.constexpr = 1 if config.state_v_first else DIM
@@ -263,7 +270,7 @@ def scan_role(tiles, crew, walk, S, config: gl.constexpr):
         switch_scope("scan", "W", "V_d, Q S")
         # (5)
         V_d = gl.zeros([BLOCK_V, CHUNK], gl.float32, square)
-        A_g = tiles.gated_inverse.index(stage).permute((1, 0))
+        A_g = matrix_of(tiles.gated_inverse, stage).permute((1, 0))
         V_d = warpgroup_mma(W, A_g, V_d, use_acc=False, is_async=True)
         Q_S = gl.zeros([BLOCK_V, CHUNK], gl.float32, square)
         Q_S = warpgroup_mma(state, tiles.query_matrix(stage).permute((1, 0)), Q_S, use_acc=False, is_async=True)
@@ -276,7 +283,7 @@ def scan_role(tiles, crew, walk, S, config: gl.constexpr):
         V_d = gl.convert_layout(V_d.to(dtype), operand_layout(square, 0))
         Q_S, state = warpgroup_mma_wait(1, deps=(Q_S, state))
         O = Q_S * factors.index(2).load(tokens)[None, :]
-        P_g = tiles.attention.index(stage).permute((1, 0))
+        P_g = matrix_of(tiles.attention, stage).permute((1, 0))
         O = warpgroup_mma(V_d, P_g, O, is_async=True)
         switch_scope("scan", "S, O", "wait store")
         crew.acquire_output(i)
@@ -305,7 +312,7 @@ def attention_role(tiles, crew, walk, config: gl.constexpr):
         g = tiles.factor_vectors(stage).index(0)
         # (3)
         for first in gl.static_range(0, CHUNK, HALF):
-            attention = tiles.attention.index(stage).slice(first, HALF, dim=1)
+            attention = matrix_of(tiles.attention, stage).slice(first, HALF, dim=1)
             P = attention.load(half).to(gl.float32)
             # e^{g_i - g_j}: above the diagonal it may be infinite, and `causal` selects
             G = exp2(g.load(rows)[:, None] - g.slice(first, HALF).load(columns)[None, :])
@@ -370,13 +377,11 @@ def load_prepared_role(tiles, crew, walk, descs, config: gl.constexpr):
         switch_scope("load_prepared", "wait empty", "issue")
         stage = crew.inputs.stage(i)
         row = walk.slot_head(i, config.num_value_heads)
-        mbarrier.expect(
-            full, inverse_desc.block_type.nbytes + scores_desc.block_type.nbytes + factors_desc.block_type.nbytes
-        )
+        LOWER_BYTES: gl.constexpr = NUM_BLOCKS * (inverse_desc.block_type.nbytes + scores_desc.block_type.nbytes)
+        mbarrier.expect(full, LOWER_BYTES + factors_desc.block_type.nbytes)
         tma_load(factors_desc, [row * FACTOR_ROWS, 0], full, tiles.factors.index(stage))
-        tma_load(inverse_desc, [row * CHUNK, 0], full, tiles.gated_inverse.index(stage))
-        score_row = ((walk.first_slot + i) * NUM_HEADS + head) * CHUNK
-        tma_load(scores_desc, [score_row, 0], full, tiles.attention.index(stage))
+        load_lower(inverse_desc, row, full, tiles.gated_inverse, stage)
+        load_lower(scores_desc, (walk.first_slot + i) * NUM_HEADS + head, full, tiles.attention, stage)
         switch_scope("load_prepared", "issue", None)
 
 

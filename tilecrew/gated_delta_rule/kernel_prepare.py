@@ -5,12 +5,13 @@ Computes (equation numbers of README.md), per chunk of 64 tokens:
          norms  1 / sqrt(sum of squares + 1e-6) of the rows of K and Q, where normalise
     (2)  A      (I + StrictLower(diag(beta) K K^T))^-1, or with the gates inside
 
-Programs    one per slot (chunk), query/key head and group of up to 4 of its value heads; 4 warps, no roles
-Buffers     inverse [slots, HV, 64, 64] in the input dtype
-            for the roles: gates [slots, HV, 4, 64] float32, rows: cumulative log2 decay, beta, inverse norms of
-            the keys, of the queries (the last two only where normalise)
-            for the scan: factors [slots, HV, 4, 64] float32, rows in chunk_gates.store_factors;
-            scores [slots, H, 64, 64] in the input dtype: scale Q K^T, not masked, norms in it
+Programs    one per slot (chunk), query/key head and group of up to 4 of its value heads, the last slots first; 4 warps,
+            no roles
+Buffers     for the roles: inverse [slots, HV, 64, 64] in the input dtype; gates [slots, HV, 4, 64] float32, rows:
+            cumulative log2 decay, beta, inverse norms of the keys, of the queries (the last two only where normalise)
+            for the scan: inverse [slots, HV, 3, 32, 32] in the input dtype, blocks as in chunk_blocks; factors
+            [slots, HV, 4, 64] float32, rows in chunk_gates.store_factors; scores [slots, H, 3, 32, 32] in the input
+            dtype: scale Q K^T, not masked, norms in it
 Timeline    TMA of K (and Q), the gates meanwhile | K K^T (and Q Q^T, whose diagonals are the squares of norms), for the
             scan Q K^T too, once for all heads | per value head: 16x16 diagonal blocks inverted in registers, merged by
             MMA, stored by TMA under the next head's work
@@ -54,6 +55,13 @@ from tilecrew.device.triangular import (
     scale_columns,
 )
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
+from tilecrew.gated_delta_rule.chunk_blocks import (
+    NUM_BLOCKS,
+    allocate_matrices,
+    block_descriptor,
+    matrix_of,
+    store_lower,
+)
 from tilecrew.gated_delta_rule.chunk_gates import inverse_norms, prepare_gates, store_factors, store_norms
 from tilecrew.gated_delta_rule.chunk_inverse import (
     allocate_parts,
@@ -125,9 +133,9 @@ def allocate_gated(arguments: ForwardArguments) -> Prepared:
     v = arguments.v
     slots, num_value_heads = arguments.num_slots, v.shape[2]
     return Prepared(
-        inverse=v.new_empty(slots, num_value_heads, 64, 64),
+        inverse=v.new_empty(slots, num_value_heads, NUM_BLOCKS.value, 32, 32),
         factors=v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
-        scores=v.new_empty(slots, arguments.q.shape[2], 64, 64),
+        scores=v.new_empty(slots, arguments.q.shape[2], NUM_BLOCKS.value, 32, 32),
     )
 
 
@@ -162,8 +170,8 @@ def launch(arguments: ForwardArguments, prepared: Prepared, o: torch.Tensor) -> 
     args = (
         token_descriptor(k, 128),
         token_descriptor(q, 128),
-        matrix_descriptor(prepared.inverse, 64, 64),
-        matrix_descriptor(prepared.inverse if prepared.scores is None else prepared.scores, 64, 64),
+        block_descriptor(prepared.inverse) if for_scan else matrix_descriptor(prepared.inverse, 64, 64),
+        block_descriptor(prepared.scores) if for_scan else None,
         (g, arguments.beta, arguments.A_log, arguments.dt_bias),
         (*g.stride(), *arguments.beta.stride()),
         (prepared.factors if for_scan else prepared.gates, o),
@@ -199,7 +207,8 @@ def prepare_kernel(
         let_next_kernel_start()
     NUM_GROUPS: gl.constexpr = config.num_heads * config.value_heads_per_head // config.head_group
     program = gl.program_id(0)
-    slot = program // NUM_GROUPS
+    # The last slots first: what is made last is in the L2 cache still when the scan begins, and that is first chunks.
+    slot = (gl.num_programs(0) - 1 - program) // NUM_GROUPS
     value_head = (program % NUM_GROUPS) * config.head_group
     num_tokens = k_desc.shape[1]
     batch, token, length = find_chunk(slot, num_tokens, cu_seqlens, num_sequences, config.varlen)
@@ -287,10 +296,10 @@ def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, scale, config
         # Every warp waits for its own rows of a product, and the products of others may still read keys and queries, in
         # whose place the compiler puts the tiles that follow. It takes the barrier above for enough.
         barrier()
-        first_row = (slot * config.num_heads + head) * CHUNK
+        index = slot * config.num_heads + head
         is_first = value_head % config.value_heads_per_head == 0
-        scores = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], scores_desc.layout)
-        store_scores(P, scores, norms, scale, length, scores_desc, first_row, is_first, config)
+        scores = allocate_matrices(1, dtype)
+        store_scores(P, scores, norms, scale, length, scores_desc, index, is_first, config)
     elif not config.normalise:
         KK = warpgroup_mma_wait(0, deps=(KK,))
         barrier()
@@ -318,7 +327,7 @@ def prepare_chunk(descs, gate_tensors, gate_strides, gates, place, scale, config
 
 
 @gluon.jit
-def store_scores(P, scores, norms, scale, length, scores_desc, first_row, is_first, config: gl.constexpr):
+def store_scores(P, scores, norms, scale, length, scores_desc, index, is_first, config: gl.constexpr):
     """scale Q K^T, rounded before the gates are put on: once for all value heads, by the key head's first program.
 
     scores: tile in shared memory, which TMA reads until the next `tma_store_wait(0)`.
@@ -331,11 +340,11 @@ def store_scores(P, scores, norms, scale, length, scores_desc, first_row, is_fir
         P *= scale
     if length < CHUNK:
         P = gl.where(gl.arange(0, CHUNK, gl.SliceLayout(1, square))[:, None] < length, P, 0.0)
-    scores.store(P.to(scores.dtype))
+    matrix_of(scores, 0).store(P.to(scores.dtype))
     fence_async_shared()
     barrier()
     if is_first:
-        tma_store(scores_desc, [first_row, 0], scores)
+        store_lower(scores_desc, index, scores)
 
 
 @gluon.jit
@@ -387,7 +396,12 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
     # What is rounded to bfloat16 in the end, and merged in fp16, loses nothing by products of fp16 in its blocks.
     PRODUCTS: gl.constexpr = not SPLIT and inverse_desc.dtype == gl.bfloat16
     ones = gl.allocate_shared_memory(gl.float32, [CHUNK], vector_layout())
-    inverse = gl.allocate_shared_memory(inverse_desc.dtype, [CHUNK, CHUNK], inverse_desc.layout)
+    if config.for_scan:
+        blocks = allocate_matrices(1, inverse_desc.dtype)
+        inverse = matrix_of(blocks, 0)
+    else:
+        inverse = gl.allocate_shared_memory(inverse_desc.dtype, [CHUNK, CHUNK], inverse_desc.layout)
+        blocks = inverse
     if config.gate_inside_inverse:
         ones.store(gl.full([CHUNK], 1.0, gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
     else:
@@ -425,5 +439,8 @@ def invert_heads(KK, log2_decay, beta, inverse_desc, first_row, SPLIT: gl.conste
             merge_blocks(D, (L_left, L_middle), D_parts, head_beta, head_beta, inverse, 1.0, config.for_scan, SPLIT)
         fence_async_shared()
         barrier()
-        tma_store(inverse_desc, [(first_row + group_idx) * CHUNK, 0], inverse)
+        if config.for_scan:
+            store_lower(inverse_desc, first_row + group_idx, blocks)
+        else:
+            tma_store(inverse_desc, [(first_row + group_idx) * CHUNK, 0], inverse)
     tma_store_wait(0)

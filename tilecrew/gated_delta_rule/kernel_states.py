@@ -44,13 +44,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilecrew.device.compat import gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+from tilecrew.device.compat import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from tilecrew.device.descriptors import matrix_descriptor, token_descriptor
 from tilecrew.device.launch import Launch
 from tilecrew.device.mma import accumulator_layout, operand_layout
 from tilecrew.device.ring import Ring
 from tilecrew.device.tiles import exp2, opaque, scalar
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
+from tilecrew.gated_delta_rule.chunk_blocks import NUM_BLOCKS, block_descriptor, clear_top_right, load_lower, matrix_of
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS
 from tilecrew.gated_delta_rule.chunk_state import store_state
 from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
@@ -112,7 +122,7 @@ def launch(
     args = (
         token_descriptor(arguments.k, 128),
         token_descriptor(arguments.v, 64),
-        matrix_descriptor(prepared.inverse, 64, 64),
+        block_descriptor(prepared.inverse),
         matrix_descriptor(prepared.factors, 4, 64),
         Pointers(ends, prepared.factors, arguments.cu_seqlens, pieces),
         float(history_tolerance),
@@ -155,10 +165,13 @@ def states_kernel(
         is_walked = is_walked & ((not is_transition) | keeps_history)
     num_chunks = gl.where(is_walked, walk.num_chunks, 0)
     diagonal = gl.where(is_walked & is_transition, 1.0, 0.0)
-    tiles = StatesTiles.create(k_desc, v_desc, inverse_desc, factors_desc, config)
+    tiles = StatesTiles.create(k_desc, v_desc, factors_desc, config)
+    clear_top_right(tiles.gated_inverse)
     inputs = Ring.create(config.num_stages, 1, NUM_HALVES)
     if is_transition:
         tiles.clear_values(config)
+    fence_async_shared()
+    barrier()
     end = pointers.ends + gl.program_id(0).to(gl.int64) * (DIM * DIM)
     place = (num_chunks, diagonal, is_needed.to(gl.int32), end)
     gl.warp_specialize(
@@ -212,7 +225,7 @@ def scan_role(tiles, inputs, place, HALF_IDX: gl.constexpr):
         W = gl.convert_layout((V - gamma[None, :] * U).to(dtype), operand_layout(square, 0))
         # (5)
         V_d = gl.zeros([HALF, CHUNK], gl.float32, square)
-        A_g = tiles.gated_inverse.index(stage).permute((1, 0))
+        A_g = matrix_of(tiles.gated_inverse, stage).permute((1, 0))
         V_d = warpgroup_mma(W, A_g, V_d, use_acc=False, is_async=True)
         to_end = factors.index(3).load(tokens)
         V_d, W = warpgroup_mma_wait(0, deps=(V_d, W))
@@ -228,7 +241,8 @@ def scan_role(tiles, inputs, place, HALF_IDX: gl.constexpr):
 @gluon.jit
 def load_role(tiles, inputs, walk, num_chunks, descs, config: gl.constexpr):
     k_desc, v_desc, inverse_desc, factors_desc = descs
-    KEY_BYTES: gl.constexpr = k_desc.block_type.nbytes + inverse_desc.block_type.nbytes + factors_desc.block_type.nbytes
+    INVERSE_BYTES: gl.constexpr = NUM_BLOCKS * inverse_desc.block_type.nbytes
+    KEY_BYTES: gl.constexpr = k_desc.block_type.nbytes + INVERSE_BYTES + factors_desc.block_type.nbytes
     VALUE_BYTES: gl.constexpr = 2 * v_desc.block_type.nbytes
     head = walk.head // config.value_heads_per_head
     for i in range(num_chunks):
@@ -245,4 +259,4 @@ def load_role(tiles, inputs, walk, num_chunks, descs, config: gl.constexpr):
             mbarrier.expect(full, KEY_BYTES)
         tma_load(k_desc, [walk.batch, token, head, 0], full, tiles.key.index(stage))
         tma_load(factors_desc, [row * FACTOR_ROWS, 0], full, tiles.factors.index(stage))
-        tma_load(inverse_desc, [row * CHUNK, 0], full, tiles.gated_inverse.index(stage))
+        load_lower(inverse_desc, row, full, tiles.gated_inverse, stage)

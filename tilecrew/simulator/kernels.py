@@ -10,6 +10,7 @@ import torch
 from tilecrew.device.launch import Launch
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare, reference
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
+from tilecrew.gated_delta_rule.chunk_blocks import whole_matrices
 from tilecrew.gated_delta_rule.gates import apply_gates
 from tilecrew.gated_delta_rule.kernel_prepare import Prepared
 from tilecrew.simulator.run import simulate
@@ -81,6 +82,8 @@ def prepare_error(arguments: ForwardArguments, prepared: Prepared) -> float:
     errors = []
     for name, expected in expected_of_prepare(arguments, prepared).items():
         actual = getattr(prepared, name)
+        if prepared.scores is not None and name != "factors":
+            actual, expected = whole_matrices(actual).tril(), expected.tril()
         if name == "factors":  # every row is held to its own size
             actual, expected = actual.flatten(1, 2), expected.flatten(1, 2)
         errors.append(relative_error(actual, expected, head_dim=1))
@@ -88,7 +91,8 @@ def prepare_error(arguments: ForwardArguments, prepared: Prepared) -> float:
 
 
 def expected_of_prepare(arguments: ForwardArguments, prepared: Prepared) -> dict[str, torch.Tensor]:
-    """What the prepare kernel should write for one batch row: inverse, for the scan also factors and scores.
+    """What the prepare kernel should write for one batch row: inverse, for the scan also factors and scores, of which
+    it has the blocks at and below the diagonal.
 
     In float64, by the names of Prepared, for a problem with norms inside. The inverse is A, and behind the end the
     identity; for the scan it is A_g, and zeros there, because beta is a factor of its columns.
@@ -96,7 +100,7 @@ def expected_of_prepare(arguments: ForwardArguments, prepared: Prepared) -> dict
     wide = apply_gates(as_float64(arguments))
     num_heads, num_value_heads = arguments.q.shape[2], arguments.v.shape[2]
     for_scan = prepared.scores is not None
-    inverse = torch.zeros(prepared.inverse.shape, dtype=torch.float64)
+    inverse = torch.zeros(*prepared.inverse.shape[:2], CHUNK, CHUNK, dtype=torch.float64)
     factors = torch.zeros(*inverse.shape[:2], 4, CHUNK, dtype=torch.float64)
     scores = torch.zeros(inverse.shape[0], num_heads, CHUNK, CHUNK, dtype=torch.float64)
     for slot, first in enumerate(range(0, wide.q.shape[1], CHUNK)):
