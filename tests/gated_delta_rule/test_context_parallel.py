@@ -382,13 +382,15 @@ class TestOnAGpu:
         graph.replay()
         assert all(torch.equal(x, y) for x, y in zip(captured, first, strict=True))
 
-    def test_repeated_calls_in_pieces_are_a_plan(self):
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_repeated_calls_in_pieces_are_a_plan(self, mode):
         from tilecrew.gated_delta_rule import operators
 
         operators.PLANS.clear()
         for seed in range(3):
             call = call_of(gpu_problem(1, 8000, 2, 4, seed=seed))
-            results = chunk_gated_delta_rule(**call)
+            with mode():
+                results = chunk_gated_delta_rule(**call)
         assert operators.PLANS.num_plans == 1
         operators.PLANS.clear()
         for x, y in zip(chunk_gated_delta_rule(**call), results, strict=True):

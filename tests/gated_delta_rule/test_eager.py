@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilecrew import _eager as eager
 from tilecrew import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from tilecrew._hardware import Hardware
-from tilecrew._plans import active_recording
+from tilecrew._plans import NotRepeatable, Recording, active_recording
 from tilecrew.gated_delta_rule import operators, recurrent_operators
 from tilecrew.gated_delta_rule.arguments import ForwardResult
 from tilecrew.gated_delta_rule.schedule import Schedule
@@ -104,6 +104,27 @@ def plain(call):
 def warm(call, times=2):
     for _ in range(times):
         chunk_gated_delta_rule(**call)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_plans_know_all_that_makes_launches(mode):
+    """Under inference_mode torch takes fewer functions apart, `flatten` for one, and a recording meets them whole."""
+    pytest.importorskip("triton")
+    from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare, kernel_states
+
+    arguments = random_arguments(1, 130, 1, 2, dtype=torch.bfloat16, with_initial_state=True, output_final_state=True)
+    pieces = torch.tensor([[0, 0, 1]], dtype=torch.int32)
+    with mode(), Recording([]) as recording:
+        result = kernel_forward_roles.allocate_result(arguments)
+        plain, prepared = kernel_prepare.allocate(arguments), kernel_prepare.allocate_gated(arguments)
+        for workspace in (plain, prepared):
+            kernel_prepare.launch(arguments, workspace, result.o)
+        kernel_forward_roles.launch(arguments, plain, result, 64)
+        for block_v in (64, 128):
+            kernel_forward_scan.launch(arguments, prepared, result, block_v)
+        kernel_states.launch(arguments, prepared, pieces, kernel_states.allocate(arguments, 1))
+    with pytest.raises(NotRepeatable, match="nothing was launched"):
+        recording.plan([])
 
 
 @pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])

@@ -25,7 +25,7 @@ def whole_matrices(blocks: torch.Tensor) -> torch.Tensor:
 
 def block_descriptor(x: torch.Tensor) -> TensorDescriptor:
     """A block of a matrix as a TMA box, of blocks [..., 3, 32, 32] that lie one below the other."""
-    matrices = x.flatten(0, -4).flatten(1, 2)
+    matrices = x.view(-1, NUM_BLOCKS.value * BLOCK.value, BLOCK.value)
     return descriptor(matrices, matrices.stride(), (1, BLOCK.value, BLOCK.value))
 
 
