@@ -13,7 +13,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
+
+import torch
 
 PROGRAM = """
 import json, sys, time
@@ -67,13 +71,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     json_path = parser.parse_args().json
-    record = {}
+    cases = {}
     for name, arguments in CASES.items():
         with tempfile.TemporaryDirectory() as cache:
             cold, _ = first_and_second(arguments, cache)
             warm, second = first_and_second(arguments, cache)
-        record[name] = {"cold_seconds": cold, "warm_seconds": warm, "second_call_seconds": second}
+        cases[name] = {"cold_seconds": cold, "warm_seconds": warm, "second_call_seconds": second}
         print(f"{name:24} cold {cold:6.2f} s   warm {warm:6.2f} s   second call {1e3 * second:6.2f} ms", flush=True)
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {name: version(name) for name in ("torch", "triton")},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cases": cases,
+    }
     if json_path:
         json_path.write_text(json.dumps(record, indent=2) + "\n")
 

@@ -1,6 +1,7 @@
-"""Three calls of the forward and nothing else, for a profiler, which skips the kernels of the first:
+"""Three calls of the forward and nothing else, for a profiler, which skips the kernels of the first. A call has two of
+them, or five where sequences are cut into pieces, as those of 1,32768,2,8 are:
 
-ncu -k regex:'scan|prepare' --launch-skip 2 --launch-count 2 --csv --page raw \
+ncu -k regex:'scan|prepare|pieces|states|combine' --launch-skip 2 --launch-count 2 --csv --page raw \
     --section SpeedOfLight --section WarpStateStats --section ComputeWorkloadAnalysis \
     --section MemoryWorkloadAnalysis --section Occupancy \
     --metrics l1tex__data_pipe_lsu_wavefronts.sum,l1tex__data_pipe_lsu_wavefronts_mem_shared.sum \
