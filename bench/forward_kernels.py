@@ -1,6 +1,9 @@
 """Times the kernels of the forward on a Hopper GPU, and checks their results in the same run.
 
     PYTHONPATH=. python bench/forward_kernels.py --json bench/results/forward_kernels.json
+    PYTHONPATH=. python bench/forward_kernels.py --grid --json bench/results/forward_grid.json
+
+The second measures other problems, to which the schedule's estimates were not fitted, without norms.
 
 Per problem, with unit keys from the caller and with norms inside, milliseconds of captured graphs (median, the L2 cache
 flushed between repeats): the prepare kernel; what follows it, for the scan of 64 and of 128 values, for the roles with
@@ -11,6 +14,7 @@ as such and does not stop the others; the file is written after each problem.
 """
 
 import argparse
+import functools
 import json
 import sys
 import traceback
@@ -38,6 +42,13 @@ PROBLEMS = [
     (1, 8192, 16, 64),
     (1, 8192, 16, 32),
 ]
+# Batch and tokens by heads: the same heads, whose kernels are compiled by then.
+GRID = {
+    (2, 8): ((1, 2048), (1, 4096), (1, 16384), (2, 8192), (8, 2048), (32, 512)),
+    (8, 32): ((1, 1024), (1, 4096), (2, 4096), (3, 2048), (5, 1024), (16, 256)),
+    (16, 32): ((1, 2048), (1, 16384), (2, 4096), (6, 1024), (8, 4096), (24, 192)),
+    (16, 64): ((1, 1024), (1, 4096), (2, 2048), (3, 4096), (6, 512), (12, 1024)),
+}
 LARGEST_ERROR = 5e-3  # bf16 with normal inputs: 3.7e-3 measured
 NUM_PIECE_VARIANTS = 4
 SMALL_TOKENS = 320
@@ -97,11 +108,16 @@ def whole(arguments: ForwardArguments, variant: Variant):
 
 def error(arguments: ForwardArguments, variant: Variant) -> float:
     """On a smaller problem, whose pieces are shorter."""
-    heads = arguments.q.shape[2], arguments.v.shape[2]
-    small = random_arguments(1, SMALL_TOKENS, *heads, dtype=torch.bfloat16, device="cuda", seed=1)
-    small = replace(small, use_qk_l2norm=arguments.use_qk_l2norm, output_final_state=True)
     if variant.chunks_per_piece:
         variant = variant._replace(chunks_per_piece=SMALL_CHUNKS_PER_PIECE)
+    return small_error(arguments.q.shape[2], arguments.v.shape[2], arguments.use_qk_l2norm, variant)
+
+
+@functools.cache
+def small_error(num_heads: int, num_value_heads: int, norms: bool, variant: Variant) -> float:
+    heads = num_heads, num_value_heads
+    small = random_arguments(1, SMALL_TOKENS, *heads, dtype=torch.bfloat16, device="cuda", seed=1)
+    small = replace(small, use_qk_l2norm=norms, output_final_state=True)
     result, truth = whole(small, variant), reference.recurrent_gated_delta_rule(as_float64(small))
     return max(relative_error(result.o, truth.o), relative_error(result.final_state, truth.final_state, head_dim=1))
 
@@ -141,10 +157,12 @@ def print_line(name: str, norms: bool, rows: list[dict], chosen: Variant) -> Non
     print(" | ".join(columns), flush=True)
 
 
-def measure_all(report: Callable[[list[dict]], None]) -> None:
-    for batch, num_tokens, num_heads, num_value_heads in PROBLEMS:
+def measure_all(
+    report: Callable[[list[dict]], None], problems: Iterable[tuple[int, int, int, int]], norms_of_each: tuple[bool, ...]
+) -> None:
+    for batch, num_tokens, num_heads, num_value_heads in problems:
         name = f"{batch}x{num_tokens}, {num_heads}/{num_value_heads}"
-        for norms in (False, True):
+        for norms in norms_of_each:
             try:
                 arguments = random_arguments(
                     *(batch, num_tokens, num_heads, num_value_heads),
@@ -173,6 +191,9 @@ def write(path: Path, rows: Iterable[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument(
+        "--grid", action="store_true", help="other problems than those that the estimates are fitted to"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available() or hardware_of("cuda").capability != (9, 0):
         sys.exit("bench/forward_kernels.py needs a GPU of compute capability 9.0")
@@ -183,7 +204,10 @@ def main() -> None:
         if options.json:
             write(options.json, all_rows)
 
-    measure_all(report)
+    if options.grid:
+        measure_all(report, [(*size, *heads) for heads, sizes in GRID.items() for size in sizes], (False,))
+    else:
+        measure_all(report, PROBLEMS, (False, True))
     failures = [row for row in all_rows if "failure" in row]
     if failures:
         sys.exit("\n".join(["failed:", *map(str, failures)]))

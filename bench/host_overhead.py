@@ -3,9 +3,9 @@
     PYTHONPATH=. python bench/host_overhead.py --json bench/results/host_overhead.json
 
 Small problems, whose kernels take less time than the host needs to launch them: a prompt of 64 tokens with 16 / 32
-heads, with norms inside and with unit keys from the caller, and one decode step of 8 sequences; and 4096 tokens with 2 /
-8 heads, which are cut into pieces: five kernels. Each number is the median over repeats of the mean of 50 calls that
-begin with an idle GPU, which never fill its queue. And a grouped GEMM of 64 rows over 8 groups, with SwiGLU and
+heads, with norms inside and with unit keys from the caller, and one decode step of 8 sequences; and 4096 tokens with 2
+and 8 heads, which are cut into pieces: five kernels. Each number is the median over repeats of the mean of 50 calls
+that begin with an idle GPU, which never fill its queue. And a grouped GEMM of 64 rows over 8 groups, with SwiGLU and
 notifications in its epilogue, and without hooks.
 
     call                a call of a known signature, by its plan
