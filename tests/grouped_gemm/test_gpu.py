@@ -63,7 +63,7 @@ def check(lengths, tail, num_inner, num_columns, implementation, **options):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["equal", "skewed", "half empty"])
-@pytest.mark.parametrize("num_groups", [1, 2, 5, 64, 256])
+@pytest.mark.parametrize("num_groups", [1, 2, 5, 64, 256, 512])
 def test_groups(num_groups, kind, transposed, implementation):
     check(lengths_of(kind, num_groups), 77, 264, 520, implementation, transposed=transposed)
 
