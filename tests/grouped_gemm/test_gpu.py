@@ -1,7 +1,11 @@
 """The grouped GEMM on a GPU: the kernel with roles, with wgmma and with mma.sync where they run, and the portable
 kernel."""
 
+import json
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +13,8 @@ import torch
 import tilecrew
 from tests.delays import delay
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
+from tests.grouped_gemm.waits_in_vain import TIMEOUT_SECONDS
+from tests.own_process import ROOT
 from tilecrew.grouped_gemm import (
     GELU,
     BandGate,
@@ -219,6 +225,19 @@ def test_gates_wait_for_another_stream(with_roles):
                 bring(*piece)
         torch.cuda.synchronize()
         assert torch.equal(out, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["count", "band"])
+def test_a_gate_that_waits_in_vain_ends_the_call_with_an_error(gate, with_roles):
+    """In a process of its own, which loses its CUDA context. One row of the last block is missing."""
+    command = [sys.executable, "-m", "tests.grouped_gemm.waits_in_vain", with_roles, gate]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout.splitlines()[-1])
+    assert "unspecified launch failure" in found["error"], found  # what CUDA makes of a trap
+    assert TIMEOUT_SECONDS <= found["seconds"] < 5
 
 
 @pytest.mark.parametrize("lengths", [[130, 0, 20, 64], [300, 1, 0, 129], [5, 0, 0, 7]])
