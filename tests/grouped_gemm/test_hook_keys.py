@@ -1,4 +1,5 @@
-"""Hooks are part of what a compiled kernel is cached under: in memory, and on disk."""
+"""Hooks are part of what a compiled kernel is cached under, in memory and on disk, and nothing of a gate is compiled
+where there is none."""
 
 import importlib.util
 import os
@@ -18,8 +19,8 @@ from tests.grouped_gemm import hook_examples
 from tests.grouped_gemm.problems import assert_close, expected, make
 from tests.grouped_gemm.test_simulator import SMALL, simulate
 from tilecrew.device import aot
-from tilecrew.grouped_gemm import kernel_grouped_gemm
-from tilecrew.grouped_gemm.schedule import TileSizes
+from tilecrew.grouped_gemm import BandGate, CountGate, NoGate, NotifyRowBlock, kernel_grouped_gemm
+from tilecrew.grouped_gemm.schedule import Problem, TileSizes, mma_sync_tiles
 
 SIZES = TileSizes(64, 128, 64, 4, 2, 4, 128, 80, 240, 160)
 PAIRS = {
@@ -40,10 +41,10 @@ EDITS = {
 }
 
 
-def launch_with(hook, gate=None):
+def launch_with(hook, gate=None, sizes=SIZES):
     x, w, offs = make([70], 0, 64, 128)
     hooks = kernel_grouped_gemm.hooks_of(gate, hook)
-    return kernel_grouped_gemm.launch(x, w, offs, torch.empty(70, 128, dtype=x.dtype), SIZES, 1, hooks)
+    return kernel_grouped_gemm.launch(x, w, offs, torch.empty(70, 128, dtype=x.dtype), sizes, 1, hooks)
 
 
 def key_in_memory(launch, known=None):
@@ -99,6 +100,20 @@ def test_a_hook_shares_no_kernel_with_what_it_was_before_an_edit(name, tmp_path)
     assert all(before != after for before, after in zip(first, edited, strict=True))
     assert again == first
     assert [key_in_memory(launch, known) for launch in launches] == [key for key, _, _ in found]
+
+
+@pytest.mark.parametrize("with_epilogue", [False, True])
+@pytest.mark.parametrize("sizes", [SIZES, mma_sync_tiles(Problem(70, 1, 64, 128, "bfloat16"))], ids=["wgmma", "mma"])
+def test_a_launch_without_a_gate_has_no_code_that_waits(sizes, with_epilogue):
+    """No clock is read, no flag is acquired and nothing traps: not without a gate, nor with one that never waits."""
+    counters = torch.zeros(2, 4, dtype=torch.int32)
+    epilogue = NotifyRowBlock(counters[0]) if with_epilogue else None
+    gates = (None, NoGate(), CountGate(counters[1]), BandGate(counters[1], torch.tensor([70], dtype=torch.int32)))
+    launches = [launch_with(epilogue, gate, sizes) for gate in gates]
+    compiled = [aot.compile_launch(launch) for launch in launches]
+    assert compiled[0].hash == compiled[1].hash
+    for instruction in ("%globaltimer", "ld.acquire", "trap;"):
+        assert [instruction in kernel.asm["ptx"] for kernel in compiled] == [False, False, True, True]
 
 
 def test_constants_are_part_of_the_key():
