@@ -70,6 +70,21 @@ def test_no_deadlock_and_nothing_loaded_late(size, dispatch, combine, is_beside,
         assert any(entry.name == "pull_kernel" for entry in recorder.log) == is_beside, name
 
 
+@pytest.mark.parametrize("name", ["shared experts", "shared experts, halves"])
+def test_shared_experts_of_gpu_tests_are_loaded_before(name, recorder):
+    """They are no part of a workspace; `gpu_ranks.prepare` runs them."""
+    worlds = recorder.worlds(2)
+    case = world_cases.cases(2, BF16)[name]
+    with recorder:
+        inputs = recorder.on_every_rank(worlds, gpu_ranks.prepare, case, "gather")
+    loaded, operators = recorder.kernels(), set(recorder.operators)
+    forward_and_backward(recorder, worlds, inputs)
+    assert recorder.drain(2) == []
+    assert recorder.kernels() <= loaded
+    assert recorder.operators <= operators
+    assert recorder.host_waits == 0
+
+
 @pytest.mark.parametrize("dispatch", ["warps", "gather"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_workspaces_made_under_inference(mode, dispatch, recorder):
