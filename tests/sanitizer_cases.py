@@ -7,6 +7,7 @@ instead of all that the expert-parallel layer.
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -66,19 +67,28 @@ def check_grouped_gemms() -> None:
 
 
 def check_expert_parallel() -> None:
-    """Tails of rows and columns, a token without routes, an expert without rows; both forms of dispatch."""
+    """Tails of rows and columns, a token without routes, an expert without rows; all forms of dispatch, results that
+    are pushed, and such that are pulled: by combine, or by blocks that are launched in front of it."""
     for dispatch in DISPATCHES:
         for size in (1, 2):
-            options = {"dtype": torch.bfloat16, "device": "cuda", "kind": "some missing"}
-            case = Case([40, 131][:size], 3, 7, 136, 72, **options)
-            worlds = World.emulated(size, device="cuda", timeout_seconds=30)
-            wanted = case.expected()
-            if size == 1:
-                out, gradients = serial_ranks.forward_and_backward(worlds, case, dispatch)
-                gpu_ranks.check_forward(case, [out.detach()], wanted)
-                gpu_ranks.check_gradients(case, 0, gradients, wanted)
-            else:
-                gpu_ranks.check_forward(case, serial_ranks.forward(worlds, case, dispatch), wanted)
+            check_ranks(size, dispatch, "push")
+    check_ranks(1, "warps", "pull")
+    for is_beside in (False, True):
+        with mock.patch("tilecrew.moe.workspace.pulls_beside", lambda capacity, is_emulated, found=is_beside: found):
+            check_ranks(2, "warps", "pull")
+
+
+def check_ranks(size: int, dispatch: str, combine: str) -> None:
+    options = {"dtype": torch.bfloat16, "device": "cuda", "kind": "some missing"}
+    case = Case([40, 131][:size], 3, 7, 136, 72, **options)
+    worlds = World.emulated(size, device="cuda", timeout_seconds=30)
+    wanted = case.expected()
+    if size == 1:
+        out, gradients = serial_ranks.forward_and_backward(worlds, case, dispatch, combine)
+        gpu_ranks.check_forward(case, [out.detach()], wanted)
+        gpu_ranks.check_gradients(case, 0, gradients, wanted)
+    else:
+        gpu_ranks.check_forward(case, serial_ranks.forward(worlds, case, dispatch, combine), wanted)
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ import torch
 
 import tilecrew
 from tests.moe.world_cases import assert_rows_close, bound_of
-from tilecrew.moe import fused, interleave_gate_up
-from tilecrew.moe.experts import SWIGLU
+from tilecrew.moe import SharedExperts, fused, interleave_gate_up
+from tilecrew.moe.experts import SWIGLU, compute_shared
 from tilecrew.moe.schedule import DispatchLoad
 from tilecrew.moe.workspace import MoEWorkspace
 
@@ -27,10 +27,14 @@ class Inputs:
         self.w_gate_up = joined(case, p.gate[experts], p.up[experts])
         self.x, self.weights, self.w_down = p.x[tokens].clone(), p.topk_weights[tokens].clone(), p.down[experts].clone()
         self.d_out = case.d_out()[tokens].clone()
+        self.shared = None
+        if case.shared:
+            w_gate_up = joined(case, p.shared_gate, p.shared_up)
+            self.shared = SharedExperts(w_gate_up, p.shared_down.clone(), p.output_gate.clone())
 
     @property
     def leaves(self):
-        return [self.x, self.weights, self.w_gate_up, self.w_down]
+        return [self.x, self.weights, self.w_gate_up, self.w_down, *(self.shared or ())]
 
     def forward(self, world):
         case = self.case
@@ -44,7 +48,16 @@ class Inputs:
             capacity=case.capacity,
             num_experts=case.problem.num_experts,
             gate_up_layout=case.layout,
+            shared=self.shared,
         )
+
+    def load_shared(self):
+        """Runs the shared experts alone, forward and backward; x gets gradients from two sides, as in the layer."""
+        leaves = [leaf.detach().requires_grad_() for leaf in (self.x, *self.shared)]
+        with torch.no_grad():
+            compute_shared(self.x, self.shared, self.case.layout)
+        out = compute_shared(leaves[0], SharedExperts(*leaves[1:]), self.case.layout) + leaves[0]
+        torch.autograd.grad(out, leaves, self.d_out)
 
 
 def joined(case, gate, up):
@@ -53,11 +66,13 @@ def joined(case, gate, up):
     return torch.cat((gate, up), -1)
 
 
-def prepare(world, case, dispatch=None, combine=None):
+def prepare(world, case, dispatch=None, combine=None, num_comm_blocks=None):
     """This rank's workspace, made where there is none, and inputs."""
     if case.sizes not in world.workspaces:
-        MoEWorkspace(world, case.sizes, dispatch=dispatch, combine=combine)
+        MoEWorkspace(world, case.sizes, dispatch=dispatch, combine=combine, num_comm_blocks=num_comm_blocks)
     inputs = Inputs(case, world.rank)
+    if case.shared:
+        inputs.load_shared()
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     return inputs
@@ -123,10 +138,14 @@ def check_forward(case, outs, wanted):
 def check_gradients(case, rank, gradients, wanted):
     d_x, d_weights, d_gate, d_up, d_down = wanted[1]
     tokens, experts = case.tokens(rank), case.experts(rank)
-    wholes = (d_x, d_weights, joined(case, d_gate, d_up), d_down)
-    parts = (d_x[tokens], d_weights[tokens], wholes[2][experts], d_down[experts])
-    for name, actual, part, whole in zip(
-        ("x", "weights", "w_gate_up", "w_down"), gradients, parts, wholes, strict=True
-    ):
+    wholes = [d_x, d_weights, joined(case, d_gate, d_up), d_down]
+    parts = [d_x[tokens], d_weights[tokens], wholes[2][experts], d_down[experts]]
+    names = ["x", "weights", "w_gate_up", "w_down"]
+    if case.shared:  # each rank has gradients of its own tokens
+        of_ranks = [(joined(case, gate, up), *others) for gate, up, *others in wanted[2]]
+        parts += of_ranks[rank]
+        wholes += [sum(gradient.norm() for gradient in found) for found in zip(*of_ranks, strict=True)]
+        names += ["shared w_gate_up", "shared w_down", "output_gate"]
+    for name, actual, part, whole in zip(names, gradients, parts, wholes, strict=True):
         error, size = (actual.double() - part).norm(), max(part.norm(), whole.norm() / len(case.lengths))
         assert error <= 2 * bound_of(case) * size + 1e-30, f"rank {rank}, {name}: {float(error / size):.2e}"

@@ -5,7 +5,7 @@ never end: each rank's barrier and combine are launched in front of what they wa
 
     dispatch by warps     rows are moved by the GEMM's own blocks
     dispatch by blocks    they wait for nothing, and are launched in front of the GEMM whose gate waits for them
-    combine               behind the GEMMs of all ranks
+    pull, combine         behind the GEMMs of all ranks
     barrier               of one rank only, which waits for what it has told itself; else the host waits for the device
     making a workspace    its calls have no routes to wait for, and no barriers
 
@@ -32,13 +32,13 @@ def each(worlds, function):
     return found
 
 
-def prepare(worlds, case, dispatch):
-    return each(worlds, lambda world: gpu_ranks.prepare(world, case, dispatch))
+def prepare(worlds, case, dispatch, combine=None):
+    return each(worlds, lambda world: gpu_ranks.prepare(world, case, dispatch, combine))
 
 
-def forward(worlds, case, dispatch):
+def forward(worlds, case, dispatch, combine=None):
     """Outputs of all ranks, each step by all ranks before any does the next."""
-    inputs = prepare(worlds, case, dispatch)
+    inputs = prepare(worlds, case, dispatch, combine)
 
     def share(world):
         own, workspace = inputs[world.rank], world.workspaces[case.sizes]
@@ -70,19 +70,25 @@ def forward(worlds, case, dispatch):
         )
         fused.launch_gemm(workspace, *arguments, None, fused.NotifySources(workspace), num_comm_blocks=0)
 
-    def combine(world):
+    def pull(world):
+        workspace = world.workspaces[case.sizes]
+        if workspace.staged is not None:
+            fused.launch_pull(workspace, routings[world.rank], inputs[world.rank].x.shape[0])
+
+    def combine_rows(world):
         own, workspace = inputs[world.rank], world.workspaces[case.sizes]
         out = torch.empty_like(own.x)
         fused.launch_combine(workspace, routings[world.rank], own.weights, None, out)
         return out
 
     each(worlds, second_gemm)
-    return each(worlds, combine)
+    each(worlds, pull)
+    return each(worlds, combine_rows)
 
 
-def forward_and_backward(worlds, case, dispatch):
+def forward_and_backward(worlds, case, dispatch, combine=None):
     """Output and gradients of the only rank, as the layer launches them."""
     assert len(worlds) == 1
-    inputs = prepare(worlds, case, dispatch)
+    inputs = prepare(worlds, case, dispatch, combine)
     outs = each(worlds, lambda world: gpu_ranks.forward_with_gradients(world, inputs))
     return outs[0], each(worlds, lambda world: gpu_ranks.backward(world, inputs, outs))[0]

@@ -333,3 +333,10 @@ def test_two_ranks_over_nccl(tmp_path):
 def test_emulated_ranks(part):
     """A process has the GPU for itself while it has its turn, so parts may run at the same time."""
     run_emulated(Path(__file__).parent / "emulated_gpu.py", f"{part}/24")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_forms_of_emulated_ranks(part):
+    run_emulated(Path(__file__).parent / "emulated_forms.py", f"{part}/4")

@@ -70,6 +70,21 @@ def test_no_deadlock_and_nothing_loaded_late(size, dispatch, combine, is_beside,
         assert any(entry.name == "pull_kernel" for entry in recorder.log) == is_beside, name
 
 
+@pytest.mark.parametrize("name", ["shared experts", "shared experts, halves"])
+def test_shared_experts_of_gpu_tests_are_loaded_before(name, recorder):
+    """They are no part of a workspace; `gpu_ranks.prepare` runs them."""
+    worlds = recorder.worlds(2)
+    case = world_cases.cases(2, BF16)[name]
+    with recorder:
+        inputs = recorder.on_every_rank(worlds, gpu_ranks.prepare, case, "gather")
+    loaded, operators = recorder.kernels(), set(recorder.operators)
+    forward_and_backward(recorder, worlds, inputs)
+    assert recorder.drain(2) == []
+    assert recorder.kernels() <= loaded
+    assert recorder.operators <= operators
+    assert recorder.host_waits == 0
+
+
 @pytest.mark.parametrize("dispatch", ["warps", "gather"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_workspaces_made_under_inference(mode, dispatch, recorder):
@@ -160,19 +175,31 @@ def test_a_rank_that_stays_away_is_found(recorder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "dispatch"), [(1, "warps"), (2, "blocks")])
-def test_serial_ranks_wait_for_nothing_that_comes_later(size, dispatch, recorder):
+@pytest.mark.parametrize(
+    ("size", "dispatch", "combine", "is_beside"),
+    [
+        (1, "warps", "push", False),
+        (2, "blocks", "push", False),
+        (1, "warps", "pull", False),
+        (2, "warps", "pull", False),
+        (2, "warps", "pull", True),
+    ],
+)
+def test_serial_ranks_wait_for_nothing_that_comes_later(size, dispatch, combine, is_beside, recorder, monkeypatch):
     """What compute-sanitizer is given ends where kernels run one after the other."""
+    monkeypatch.setattr(workspace, "pulls_beside", lambda capacity, is_emulated: is_beside)
     worlds = recorder.worlds(size)
     case = Case([40, 131][:size], 3, 7, 136, 72, dtype=BF16, kind="some missing")
     with recorder:
-        serial_ranks.prepare(worlds, case, dispatch)
+        serial_ranks.prepare(worlds, case, dispatch, combine)
         recorder.clear()
         if size == 1:
-            serial_ranks.forward_and_backward(worlds, case, dispatch)
+            serial_ranks.forward_and_backward(worlds, case, dispatch, combine)
         else:
-            serial_ranks.forward(worlds, case, dispatch)
+            serial_ranks.forward(worlds, case, dispatch, combine)
     names = [entry.name for entry in recorder.log]
+    assert names.count("pull_kernel") == size * is_beside
+    assert any("notify_sources" in entry.key for entry in recorder.log) == (size > 1 and combine == "pull")
     assert "combine_kernel" in names[names.index("tables_kernel") :]
     assert recorder.drain(size) == []
     assert recorder.waits_for_later(size) == []

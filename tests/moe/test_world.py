@@ -10,6 +10,7 @@ import torch.distributed as dist
 import tilecrew
 from tests.moe import gpu_ranks, world_cases
 from tests.moe.world_cases import Case
+from tilecrew.moe import reference
 from tilecrew.moe.workspace import MoESizes, MoEWorkspace
 
 if not dist.is_available():
@@ -59,6 +60,42 @@ def disagreements(world):
 def test_processes(size):
     found = run_processes(matrix, size, first_epoch=2**32 - 4)
     assert len(set(found)) == 1 and found[0] > 15
+
+
+LARGE = {"many tokens": ([4096, 127], 2, 5, 128, 64), "wide": ([9, 40], 6, 64, 2880, 64)}
+
+
+def large(world, name):
+    """Forward only: the loop's gradients would take longer than all else."""
+    case = Case(*LARGE[name])
+    p = case.problem
+    wanted = reference.moe(p.x.double(), p.topk_ids, *(t.double() for t in (p.topk_weights, p.gate, p.up, p.down)))
+    first = world_cases.forward(world, case)
+    world_cases.check_forward(case, world.rank, first, (wanted,))
+    assert torch.equal(world_cases.forward(world, case), first)
+    return len(world.workspaces[case.sizes].experts)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_forward_by_threads(name):
+    found = on_every_rank(World.emulated(2, device="cpu"), large, name)
+    assert sum(found) == LARGE[name][2]
+
+
+@pytest.mark.slow
+def test_large_forward_by_processes():
+    found = run_processes(large_of_both, 2)
+    assert [sum(of_ranks) for of_ranks in zip(*found, strict=True)] == [5, 64]
+
+
+def large_of_both(world):
+    return [large(world, name) for name in LARGE]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_weights_of_missing_routes_may_be_nan(size):
+    case = world_cases.with_nan_weights(Case([17, 30, 4][:size], 3, 7, 16, 8, kind="some missing"))
+    on_every_rank(World.emulated(size, device="cpu"), world_cases.check, case)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

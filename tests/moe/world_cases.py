@@ -116,6 +116,14 @@ class Case:
         return out, gradients, d_shared
 
 
+def with_nan_weights(case):
+    """The case with NaN for the weights of its routes of -1, which there must be."""
+    is_missing = case.problem.topk_ids < 0
+    assert is_missing.any()
+    case.problem.topk_weights[is_missing] = float("nan")
+    return case
+
+
 def make_workspace(world, case):
     if case.sizes not in world.workspaces:
         MoEWorkspace(world, case.sizes)
@@ -198,3 +206,14 @@ def cases(size, dtype=torch.float32, device="cpu"):
         "shared experts": Case(lengths(60, 40), 2, 5, 64, 32, shared=True, **options),
         "shared experts, halves": Case(lengths(60, 40), 2, 5, 64, 32, shared=True, layout="halves", **options),
     }
+
+
+# Of the matrix: full row blocks and one row more or less, ranks and experts without rows, few columns, missing routes.
+FEW_NAMES = (
+    "no tokens on some ranks",
+    "about a row block",
+    "one token",
+    "more ranks than experts",
+    "512 experts, 10 routes",
+    "some missing",
+)
