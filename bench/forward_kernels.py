@@ -191,9 +191,7 @@ def write(path: Path, rows: Iterable[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument(
-        "--grid", action="store_true", help="problems that the estimates are not fitted to"
-    )
+    parser.add_argument("--grid", action="store_true", help="problems that the estimates are not fitted to")
     options = parser.parse_args()
     if not torch.cuda.is_available() or hardware_of("cuda").capability != (9, 0):
         sys.exit("bench/forward_kernels.py needs a GPU of compute capability 9.0")
