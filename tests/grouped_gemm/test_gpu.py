@@ -1,11 +1,20 @@
 """The grouped GEMM on a GPU: the kernel with roles, with wgmma and with mma.sync where they run, and the portable
 kernel."""
 
+import json
+import os
+import random
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import tilecrew
+from tests.delays import delay
 from tests.grouped_gemm.problems import GROUPS, assert_close, expected, make
+from tests.grouped_gemm.waits_in_vain import TIMEOUT_SECONDS
+from tests.own_process import ROOT
 from tilecrew.grouped_gemm import (
     GELU,
     BandGate,
@@ -23,6 +32,7 @@ from tilecrew.grouped_gemm import (
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NUM_TURNS = 4  # of a gate that waits for rows that are late
 
 
 def skip_where_it_cannot_run(implementation):
@@ -63,7 +73,7 @@ def check(lengths, tail, num_inner, num_columns, implementation, **options):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["equal", "skewed", "half empty"])
-@pytest.mark.parametrize("num_groups", [1, 2, 5, 64, 256])
+@pytest.mark.parametrize("num_groups", [1, 2, 5, 64, 256, 512])
 def test_groups(num_groups, kind, transposed, implementation):
     check(lengths_of(kind, num_groups), 77, 264, 520, implementation, transposed=transposed)
 
@@ -147,51 +157,87 @@ def test_epilogues(lengths, implementation):
 
 
 def test_bands_wait_for_another_stream(with_roles):
-    """Rows come last block first, so that a band's first tiles start with its last; the last block is partial."""
-    implementation = with_roles
+    """Rows come last block first, so that a band's first tiles start with its last, then in other orders, with random
+    delays between them; the last block is partial."""
+    implementation, generator = with_roles, random.Random(0)
     x, w, offs = make([256, 0, 640, 300], 0, 264, 512, device="cuda")
     plain = tilecrew.grouped_gemm(x, w, offs, implementation=implementation)
-    rows, x = x, torch.full_like(x, float("nan"))
+    rows, x = x, torch.empty_like(x)
     expected_rows = [min(128, 1196 - 128 * block) for block in range(10)]
     targets = torch.tensor(expected_rows, dtype=torch.int32, device="cuda")
     counters = torch.zeros_like(targets)
     other = torch.cuda.Stream()
+
+    def bring(block):
+        delay(generator)
+        x[128 * block : 128 * (block + 1)].copy_(rows[128 * block : 128 * (block + 1)])
+        counters[block : block + 1].copy_(targets[block : block + 1])
+
+    # What CUDA does once (compile, load, make streams) may wait for running kernels: done before.
     tilecrew.grouped_gemm(rows, w, offs, gate=BandGate(targets, offs), implementation=implementation)
     with torch.cuda.stream(other):
-        x[:128].copy_(x[:128].clone())
-        counters[:1].copy_(counters[:1].clone())
-    torch.cuda.synchronize()
-    out = tilecrew.grouped_gemm(x, w, offs, gate=BandGate(counters, offs), implementation=implementation)
-    with torch.cuda.stream(other):
-        for block in reversed(range(10)):
-            x[128 * block : 128 * (block + 1)].copy_(rows[128 * block : 128 * (block + 1)])
-            counters[block : block + 1].copy_(targets[block : block + 1])
-    torch.cuda.synchronize()
-    assert torch.equal(out, plain)
+        for block in range(10):
+            bring(block)
+    for turn in range(NUM_TURNS):
+        torch.cuda.synchronize()
+        x.fill_(float("nan"))
+        counters.zero_()
+        torch.cuda.synchronize()
+        out = tilecrew.grouped_gemm(x, w, offs, gate=BandGate(counters, offs), implementation=implementation)
+        with torch.cuda.stream(other):
+            for block in reversed(range(10)) if turn == 0 else generator.sample(range(10), 10):
+                bring(block)
+        torch.cuda.synchronize()
+        assert torch.equal(out, plain)
 
 
 def test_gates_wait_for_another_stream(with_roles):
-    """The kernel starts first, holds back, and reads rows that are written meanwhile."""
-    implementation = with_roles
+    """The kernel starts first, holds back, and reads rows that are written meanwhile: in pieces, of which a block may
+    have several, in random orders, with random delays between them."""
+    implementation, generator = with_roles, random.Random(0)
     x, w, offs = make([130, 0, 20], 0, 264, 512, device="cuda")
     plain = tilecrew.grouped_gemm(x, w, offs, implementation=implementation)
     assert torch.equal(tilecrew.grouped_gemm(x, w, offs, gate=NoGate(), implementation=implementation), plain)
     counters = torch.zeros(3, dtype=torch.int32, device="cuda")
-    rows, x = x, torch.full_like(x, float("nan"))
+    rows, x = x, torch.empty_like(x)
     targets = torch.tensor([128, 2, 20], dtype=torch.int32, device="cuda")
-    # What CUDA does once (compile, load, make streams) may wait for running kernels: done before.
+    pieces = [(0, 0, 50), (0, 50, 127), (0, 127, 128), (1, 128, 130), (2, 130, 131), (2, 131, 150)]  # block and rows
     other = torch.cuda.Stream()
+
+    def bring(block, begin, end):
+        delay(generator)
+        x[begin:end].copy_(rows[begin:end])
+        counters[block : block + 1].add_(end - begin)  # behind the copy of the rows: the stream orders them
+
+    # What CUDA does once (compile, load, make streams) may wait for running kernels: done before.
     tilecrew.grouped_gemm(rows, w, offs, gate=CountGate(targets), implementation=implementation)
     with torch.cuda.stream(other):
-        x.copy_(x.clone())
-        counters.copy_(counters.clone())
-    torch.cuda.synchronize()
-    out = tilecrew.grouped_gemm(x, w, offs, gate=CountGate(counters), implementation=implementation)
-    with torch.cuda.stream(other):
-        x.copy_(rows)
-        counters.copy_(targets)  # behind the copy of the rows, and ordered after it by the stream
-    torch.cuda.synchronize()
-    assert torch.equal(out, plain)
+        for piece in pieces:
+            bring(*piece)
+    for _ in range(NUM_TURNS):
+        torch.cuda.synchronize()
+        x.fill_(float("nan"))
+        counters.zero_()
+        torch.cuda.synchronize()
+        out = tilecrew.grouped_gemm(x, w, offs, gate=CountGate(counters), implementation=implementation)
+        with torch.cuda.stream(other):
+            for piece in generator.sample(pieces, len(pieces)):
+                bring(*piece)
+        torch.cuda.synchronize()
+        assert torch.equal(out, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["count", "band"])
+def test_a_gate_that_waits_in_vain_ends_the_call_with_an_error(gate, with_roles):
+    """In a process of its own, which loses its CUDA context. One row of the last block is missing."""
+    command = [sys.executable, "-m", "tests.grouped_gemm.waits_in_vain", with_roles, gate]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout.splitlines()[-1])
+    assert "unspecified launch failure" in found["error"], found  # what CUDA makes of a trap
+    assert TIMEOUT_SECONDS <= found["seconds"] < 5
 
 
 @pytest.mark.parametrize("lengths", [[130, 0, 20, 64], [300, 1, 0, 129], [5, 0, 0, 7]])
@@ -214,8 +260,8 @@ def test_every_row_block_is_notified(epilogue, lengths, with_roles):
 @pytest.mark.parametrize("waiting_first", [False, True])
 def test_a_second_product_waits_for_the_notifications_of_the_first(waiting_first, with_roles):
     """Two streams: SwiGLU and notifications in the first product, a gate in the second, which starts before or behind.
-    Both have so few tiles that they fit the GPU together."""
-    lengths = [300, 0, 65, 130]
+    Both have so few tiles that they fit the GPU together. The first is late, by a random time."""
+    lengths, generator = [300, 0, 65, 130], random.Random(0)
     num_rows, num_inner, num_hidden = sum(lengths), 1032, 264
     x, w, offs = make(lengths, 0, num_inner, 2 * num_hidden, device="cuda")
     _, second_w, _ = make(lengths, 0, num_hidden, 392, device="cuda", seed=1)
@@ -227,6 +273,7 @@ def test_a_second_product_waits_for_the_notifications_of_the_first(waiting_first
 
     def first():
         with torch.cuda.stream(streams[0]):
+            delay(generator)
             tilecrew.grouped_gemm(x, w, offs, epilogue=notify, out=hidden, implementation=with_roles)
 
     def second():

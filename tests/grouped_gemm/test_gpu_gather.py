@@ -1,11 +1,13 @@
 """The grouped GEMM that gathers its rows, on a GPU of compute capability 9.0."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from tests.delays import delay
 from tests.grouped_gemm.gather_sources import from_ranks, from_table
 from tests.grouped_gemm.problems import assert_close, expected, make
 from tilecrew._hardware import hardware_of
@@ -124,33 +126,42 @@ def test_rows_of_several_buffers(with_gate):
 
 
 def test_bands_wait_for_another_stream():
-    """Tokens come while the kernel runs, last block of rows first: each block of rows has tokens of its own."""
-    lengths = [256, 0, 640, 384]
+    """Tokens come while the kernel runs, last block of rows first, then in other orders, with random delays between
+    them: each block of rows has tokens of its own."""
+    lengths, generator = [256, 0, 640, 384], random.Random(0)
     num_rows = sum(lengths)
     x, w, offs = make(lengths, 0, 264, 512, device="cuda")
     plain = multiply(x, w, offs)
     order = torch.cat([torch.randperm(128) + first for first in range(0, num_rows, 128)]).cuda()
-    tokens = torch.empty_like(x)
-    tokens[order] = x
-    ready, tokens = tokens, torch.full_like(x, float("nan"))
+    ready, tokens = torch.empty_like(x), torch.empty_like(x)
+    ready[order] = x
     targets = torch.full((num_rows // 128,), 128, dtype=torch.int32, device="cuda")
     counters, other = torch.zeros_like(targets), torch.cuda.Stream()
+    table, blocks = addresses_of(tokens, order), range(num_rows // 128)
+
+    def bring(block):
+        delay(generator)
+        rows = slice(128 * block, 128 * (block + 1))
+        tokens[rows].copy_(ready[rows])
+        counters[block : block + 1].copy_(targets[block : block + 1])
+
     # What CUDA does once may wait for running kernels: done before.
     assert torch.equal(gathered(ready, order, w, offs, gate=BandGate(targets, offs)), plain)
-    table = addresses_of(tokens, order)
     with torch.cuda.stream(other):
-        tokens[:128].copy_(tokens[:128].clone())
-        counters[:1].copy_(counters[:1].clone())
-    torch.cuda.synchronize()
-    gate = BandGate(counters, offs)
-    out = multiply(tokens, w, offs, from_table, (table,), gate=gate, num_rows=num_rows)
-    with torch.cuda.stream(other):
-        for block in reversed(range(num_rows // 128)):
-            rows = slice(128 * block, 128 * (block + 1))
-            tokens[rows].copy_(ready[rows])
-            counters[block : block + 1].copy_(targets[block : block + 1])
-    torch.cuda.synchronize()
-    assert torch.equal(out, plain)
+        for block in blocks:
+            bring(block)
+    for turn in range(4):
+        torch.cuda.synchronize()
+        tokens.fill_(float("nan"))
+        counters.zero_()
+        torch.cuda.synchronize()
+        gate = BandGate(counters, offs)
+        out = multiply(tokens, w, offs, from_table, (table,), gate=gate, num_rows=num_rows)
+        with torch.cuda.stream(other):
+            for block in reversed(blocks) if turn == 0 else generator.sample(blocks, len(blocks)):
+                bring(block)
+        torch.cuda.synchronize()
+        assert torch.equal(out, plain)
 
 
 @pytest.mark.parametrize("num_inner", [64, 2048])

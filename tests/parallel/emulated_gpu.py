@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from tests.delays import LONGEST_CYCLES, delay
 from tests.parallel.cases import content, input_of, relative_error, weights_of
 from tilecrew._hardware import hardware_of
 from tilecrew.parallel import (
@@ -27,13 +28,7 @@ from tilecrew.parallel import (
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
 SIZES = [1, 2, 3, 4, 8]
-LONGEST_CYCLES = 150_000_000  # some 100 ms
 NEAR_WRAP = 2**32 - 4
-
-
-def delay(generator, longest=LONGEST_CYCLES):
-    """Holds the current stream up, now and then for long."""
-    torch.cuda._sleep(int(longest * generator.random() ** 4) + 1)
 
 
 @pytest.fixture

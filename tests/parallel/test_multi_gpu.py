@@ -1,8 +1,11 @@
 """Ranks as processes with a GPU each, on torch's symmetric memory: contents, signals, both fused operators, failure."""
 
+import random
+
 import pytest
 import torch
 
+from tests.delays import delay
 from tests.parallel import cases
 from tilecrew.parallel import (
     AllGatherGemm,
@@ -24,18 +27,13 @@ def no_multicast(monkeypatch):
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
-def delay(world, turn):
-    generator = torch.Generator().manual_seed(31 * turn + world.rank)
-    torch.cuda._sleep(1 + int(150_000_000 * torch.rand(1, generator=generator).item() ** 4))
-
-
 def exchange(world):
     """Barriers order what peers read, through views and through the address table, over the wrap of epochs."""
-    shape = (33, 65)
+    shape, generator = (33, 65), random.Random(world.rank)
     tensor = ParallelTensor(shape, torch.int32, world)
     assert tensor.local.device == tensor.peer(world.size - 1).device == world.device
     for turn in range(12):
-        delay(world, turn)
+        delay(generator)
         tensor.local.copy_(cases.content(world.rank, shape, world.device) + turn)
         world.barrier()
         for peer in range(world.size):
@@ -60,7 +58,7 @@ def layer(world, num_rows, num_inner, num_columns):
     reduces = GemmReduceScatter(world, downs[world.rank], num_rows)
     assert reduces.is_fused
     own = slice(world.rank * num_rows, (world.rank + 1) * num_rows)
-    ratios, first = [0.0, 0.0], None
+    ratios, first, generator = [0.0, 0.0], None, random.Random(world.rank)
     for turn in range(6):
         x = torch.cat([cases.input_of(r, turn % 3, (num_rows, num_inner), BF16) for r in range(world.size)])
         x = x.to(world.device)
@@ -68,9 +66,9 @@ def layer(world, num_rows, num_inner, num_columns):
             cases.input_of(90 + r, turn % 3, (world.size * num_rows, num_columns), BF16).to(world.device)
             for r in range(world.size)
         ]
-        delay(world, turn)
+        delay(generator)
         out = gathers(x[own])
-        delay(world, turn + 100)
+        delay(generator)
         summed = reduces(hidden[world.rank])
         world.synchronize()
         wanted = x.double() @ up.double()
