@@ -149,6 +149,11 @@ def test_gradients_exclude_out_and_gates():
         (lambda: GELU("erf"), ValueError, "approximate must be 'none' or 'tanh', got 'erf'"),
         (lambda: SwiGLU(4), ValueError, "run must be 1, 8, 16 or 32, got 4"),
         (lambda: CountGate(torch.zeros(3)), TypeError, "counters must be int32"),
+        (
+            lambda: CountGate(torch.zeros(2, dtype=torch.int32)).check_inputs(torch.empty(257, 8)),
+            ValueError,
+            "counters must have an element for each row block, at least 3 for 257 rows of x, got 2",
+        ),
         (lambda: BandGate(torch.zeros(3, dtype=torch.int32), torch.zeros(1)), TypeError, "offs must be int32"),
         (
             lambda: BandGate(torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32, device="meta")),

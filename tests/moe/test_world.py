@@ -52,6 +52,8 @@ def disagreements(world):
         if last:
             bad.problem.topk_ids[:] = 4
         run(bad, "topk_ids must be -1")
+        with pytest.raises(ValueError, match="top_k must be at most num_experts = 4" if last else "ranks disagree"):
+            MoEWorkspace(world, MoESizes(5, 5 if last else 2, 4, 16, 8, torch.float32))
     world_cases.check_forward(case, world.rank, world_cases.forward(world, case), case.expected())
 
 

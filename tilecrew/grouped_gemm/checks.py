@@ -50,6 +50,8 @@ def check_call(
     check_strides("x", x)
     check_strides("w", w if w.stride(2) == 1 else w.transpose(1, 2))
     _check_hook("gate", gate, Gate, ("wait", "check"))
+    if gate is not None:
+        gate.check_inputs(x)
     _check_hook("epilogue", epilogue, Epilogue, ("apply", "reference"))
     if epilogue is not None:
         if epilogue.landed is not None:

@@ -25,11 +25,15 @@ class Gate:
         when these rows of x may be read by TMA.
     tensors    what the device function gets, as pointers
     check()    torch twin: raises where rows are missing, for devices on which nothing runs beside the call
+    check_inputs(x)    raises where its tensors do not fit, before anything is launched
     """
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         return ()
+
+    def check_inputs(self, x: torch.Tensor) -> None:
+        return None
 
     def check(self, num_rows_of_blocks: list[int]) -> None:
         raise NotImplementedError
@@ -51,8 +55,8 @@ class NoGate(Gate):
 class CountGate(Gate):
     """Waits until the counter of a row block has reached the number of its rows.
 
-    counters: [number of 128-row blocks] int32, on the device of x. Whoever writes rows of x adds their number to the
-        block's counter with release semantics (scope gpu) behind the writes.
+    counters: [number of 128-row blocks, or more] int32, on the device of x. Whoever writes rows of x adds their number
+        to the block's counter with release semantics (scope gpu) behind the writes.
     timeout_seconds: a wait that takes longer ends the kernel with a trap, which torch reports as a CUDA error.
     """
 
@@ -72,6 +76,15 @@ class CountGate(Gate):
     @property
     def tensors(self) -> tuple[Any, ...]:
         return (self.counters, int(self.timeout_seconds * 1e9))
+
+    def check_inputs(self, x: torch.Tensor) -> None:
+        require_same_device("counters", self.counters, "x", x)
+        num_blocks = -(-x.shape[0] // 128)
+        if self.counters.shape[0] < num_blocks:
+            raise ValueError(
+                f"counters must have an element for each row block, at least {num_blocks} for {x.shape[0]} rows of x, "
+                f"got {self.counters.shape[0]}"
+            )
 
     def check(self, num_rows_of_blocks: list[int]) -> None:
         for block, (count, expected) in enumerate(zip(self.counters.tolist(), num_rows_of_blocks, strict=False)):

@@ -71,7 +71,7 @@ def swiglu(accumulator, group, rows, columns, tensors, constants: gl.constexpr):
 @gluon.jit
 def route_weight(accumulator, group, rows, columns, tensors, constants: gl.constexpr):
     """tensors: weight [M], its stride."""
-    return accumulator * gl.load(tensors[0] + rows * tensors[1]).to(gl.float32)[:, None]
+    return accumulator * gl.load(tensors[0] + rows.to(gl.int64) * tensors[1]).to(gl.float32)[:, None]
 
 
 @gluon.jit

@@ -100,8 +100,8 @@ def moe_forward(
             world=world,
             capacity=capacity,
         )
-    if num_experts is not None and (world is not None or num_experts != w_gate_up.shape[0]):
-        raise ValueError(f"num_experts must be None without a tilecrew.parallel.World, got {num_experts}")
+    if num_experts is not None and world is not None:
+        raise ValueError(f"num_experts must be None without a tilecrew.parallel.World, got {num_experts!r}")
     if world is not None:
         from tilecrew.moe.collective import collective_moe_forward
 
@@ -118,6 +118,8 @@ def moe_forward(
             num_chunks=num_chunks,
         )
     checks.check_layer(x, topk_ids, topk_weights, w_gate_up, w_down, shared, gate_up_layout)
+    if num_experts not in (None, w_gate_up.shape[0]):
+        raise ValueError(f"num_experts must be None without a tilecrew.parallel.World, got {num_experts!r}")
     checks.check_num_experts(w_gate_up.shape[0], topk_ids.shape[1])
     checks.check_capacity(capacity)
     checks.check_num_tokens(x.shape[0], capacity, rank=0)

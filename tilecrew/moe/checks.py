@@ -50,7 +50,9 @@ def check_layer(
 
 
 def check_num_experts(num_experts: int, top_k: int) -> None:
-    """Raises ValueError unless there is an expert and a token can go to top_k different ones."""
+    """Raises unless it is an int, there is an expert, and a token can go to top_k different ones."""
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
+        raise TypeError(f"num_experts must be None or an int, got {type(num_experts).__name__}")
     if num_experts < 1:
         raise ValueError("w_gate_up must have at least one expert, got none")
     if top_k > num_experts:

@@ -28,7 +28,10 @@ from tilecrew.moe.routing import expert_range
 def place_in(group: dist.ProcessGroup) -> tuple[int, int]:
     """Rank in the group, and its size. Raises TypeError for another kind of world, ValueError outside of the group."""
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"world must be None or a torch.distributed.ProcessGroup, got {type(group).__name__}")
+        raise TypeError(
+            "world must be None, a torch.distributed.ProcessGroup or a tilecrew.parallel.World, "
+            f"got {type(group).__name__}"
+        )
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("world must be a group that this process is a member of")

@@ -15,7 +15,7 @@ from tilecrew.moe import checks, fused
 from tilecrew.moe.experts import GATE_UP_LAYOUTS, SWIGLU, SharedExperts, compute_shared
 from tilecrew.moe.operators import wide_dtype
 from tilecrew.moe.routing import check_ids, expert_range
-from tilecrew.moe.workspace import MoESizes, MoEWorkspace
+from tilecrew.moe.workspace import MoESizes, MoEWorkspace, tell
 from tilecrew.parallel import fusion
 from tilecrew.parallel.world import World
 
@@ -68,12 +68,10 @@ def expert_parallel_moe_forward(
 
 
 def _tell(world: World, what: str) -> None:
-    """Processes on the CPU agree before every call: the others learn that this one has raised."""
-    if world.device.type == "cpu":
-        try:
-            world.agree(what)
-        except ValueError:
-            return
+    """The others learn that this rank has raised, where they agree in this call: processes on the CPU before every
+    call, those with GPUs when they make their first workspace."""
+    if world.device.type == "cpu" or not world.workspaces:
+        tell(world, what)
 
 
 def _check_place(x: torch.Tensor, world: World) -> None:

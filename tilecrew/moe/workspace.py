@@ -1,5 +1,6 @@
 """What a rank allocates once so that ranks that address each other's memory can exchange tokens, and its flags."""
 
+import contextlib
 import importlib
 from typing import Any, NamedTuple
 
@@ -90,6 +91,26 @@ class MoEWorkspace:
         num_comm_blocks: int | None = None,
         combine: str | None = None,
     ) -> None:
+        self.world, self.sizes = world, sizes
+        try:
+            load = self._choose(dispatch, num_comm_blocks, combine)
+        except (TypeError, ValueError) as error:
+            tell(world, f"an error: {error}")
+            raise
+        self.launches = LaunchMemory()
+        self.is_gpu = world.device.type == "cuda"
+        is_emulated = world.stream is not None
+        world.agree(f"a mixture of experts of {sizes}")
+        self._allocate(load, is_emulated)
+        self._is_loading = False
+        if self.is_gpu:
+            self._load()
+        world.workspaces[sizes] = self
+        world.quiesce()
+
+    def _choose(self, dispatch: str | None, num_comm_blocks: int | None, combine: str | None) -> DispatchLoad:
+        """Checks, and the forms of both products."""
+        world, sizes = self.world, self.sizes
         check_sizes(world, sizes)
         dtype = str(sizes.dtype).removeprefix("torch.")
         num_experts = len(expert_range(0, sizes.num_experts, world.size))
@@ -107,10 +128,10 @@ class MoEWorkspace:
             num_comm_blocks = load.num_comm_blocks
         self.num_comm_blocks = fusion.comm_blocks(world, num_comm_blocks)
         self.predicted_seconds = load.seconds(self.num_comm_blocks) if self.dispatch == "blocks" else None
-        self.world, self.sizes = world, sizes
-        self.launches = LaunchMemory()
-        self.is_gpu = world.device.type == "cuda"
-        world.agree(f"a mixture of experts of {sizes}")
+        return load
+
+    def _allocate(self, load: DispatchLoad, is_emulated: bool) -> None:
+        world, sizes = self.world, self.sizes
         num_routes = world.size * sizes.capacity * sizes.top_k
         # Rank 0 has the most experts.
         self.max_rows = max_rows(num_routes, len(expert_range(0, sizes.num_experts, world.size)), ROW_BLOCK)
@@ -152,11 +173,6 @@ class MoEWorkspace:
                 self.staged = torch.empty(own_routes, dtype=sizes.dtype, device=device)
             self._all_ids = torch.full((world.size, *routes), -1, dtype=torch.int32, device=device)
             self._all_weights = torch.zeros((world.size, *routes), dtype=wide, device=device)
-        self._is_loading = False
-        if self.is_gpu:
-            self._load()
-        world.workspaces[sizes] = self
-        world.quiesce()
 
     @classmethod
     def of(cls, world: World, sizes: MoESizes) -> "MoEWorkspace":
@@ -313,6 +329,13 @@ class MoEWorkspace:
 def dispatch_kernels() -> Any:
     """The module of device code, loaded by who launches it."""
     return importlib.import_module("tilecrew.moe.kernel_dispatch_gemm")
+
+
+def tell(world: World, what: str) -> None:
+    """The other processes, which wait for this one to agree, learn that it has raised."""
+    if isinstance(world, World) and world.size > 1 and world.stream is None:
+        with contextlib.suppress(ValueError):
+            world.agree(what)
 
 
 def check_sizes(world: World, sizes: MoESizes) -> None:

@@ -21,7 +21,7 @@ class AllGatherGemm:
 
         barrier                     nobody still reads the shards of the call before
         x -> own shard; barrier     the shards of all ranks are there
-        communication blocks        pull rows of all ranks, 8 at a time, own ones first and then the ring, into one
+        communication blocks        pull rows of all ranks, 16 at a time, own ones first and then the ring, into one
                                     matrix; counter of the 128-row block += rows that have landed (release, scope gpu)
         GEMM, beside them           its gate (BandGate) holds a tile back until the row blocks of its band are complete.
                                     It takes the rows of ranks in the same order, in two launches, where a rank's rows
