@@ -55,8 +55,12 @@ def test_compiles_to_16_byte_accesses_of_the_state_without_spills(capability, st
     starts_early = capability >= 90
     assert launch.options.get("launch_pdl", False) == starts_early
     assert ("griddepcontrol.launch_dependents" in ptx) == starts_early
-    if starts_early:  # nothing is read in front of the wait
-        assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
+    if starts_early:  # nothing is read in front of the wait but a row, past the L1 cache, for a hint
+        before_wait = ptx[: ptx.index("griddepcontrol.wait")]
+        assert re.findall(r"ld\.global[.\w]*", before_wait) == ["ld.global.cg.b32"]
+        assert before_wait.count("cp.async.bulk.prefetch.L2.global") == 1
+    else:
+        assert "prefetch" not in ptx
 
 
 @pytest.mark.parametrize("lengths", [None, [3, 0, 1, 5]])
@@ -210,14 +214,19 @@ def test_cuda_graph_decodes_step_by_step():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_sequences", [2, 64])
 @pytest.mark.parametrize("has_other_kernels", [False, True])
 @pytest.mark.parametrize("state_v_first", [False, True])
-def test_what_starts_early_waits_for_what_is_in_front_of_it(state_v_first, has_other_kernels):
-    """The call before, whose states a call goes on from, and torch's kernel that makes q."""
+def test_what_starts_early_waits_for_what_is_in_front_of_it(state_v_first, has_other_kernels, num_sequences):
+    """The call before, whose states a call goes on from, and torch's kernel that makes q. Two sequences have so few
+    states that they are prefetched."""
     from tilecrew.gated_delta_rule import kernel_recurrent
 
-    options = {"pool": list(range(64)), "inplace_state": True, "state_v_first": state_v_first, "device": "cuda"}
-    arguments = random_recurrent_arguments(64, 1, dtype=torch.bfloat16, **options)
+    pool = list(range(num_sequences))
+    options = {"pool": pool, "inplace_state": True, "state_v_first": state_v_first, "device": "cuda"}
+    arguments = random_recurrent_arguments(num_sequences, 1, dtype=torch.bfloat16, **options)
+    num_states = num_sequences * arguments.v.shape[2]
+    assert (num_states <= kernel_recurrent.PREFETCHED_STATES.value) == (num_sequences == 2)
 
     def steps(waits):
         found = [arguments.initial_state.clone()]
@@ -232,6 +241,30 @@ def test_what_starts_early_waits_for_what_is_in_front_of_it(state_v_first, has_o
     assert all(x.isfinite().all() for x in expected)
     for _ in range(3):
         assert all(torch.equal(*pair) for pair in zip(steps(waits=False), expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_the_kernel_before_writes(dtype):
+    """What stood there before is no row of the pool: nothing is prefetched then, and nothing of it is used. The pool
+    begins in the middle of 16 bytes."""
+    from tilecrew.gated_delta_rule import kernel_recurrent
+
+    options = {"pool": [3, 0, -1, 2], "inplace_state": True, "device": "cuda"}
+    arguments = random_recurrent_arguments(4, 1, dtype=torch.bfloat16, **options)
+    pool, indices = arguments.initial_state.to(dtype), arguments.state_indices
+    expected_pool = pool.clone()
+    expected, _ = kernel_recurrent.forward(replace(arguments, initial_state=expected_pool))
+    for wrong in (2**31 - 1, -(2**31), pool.shape[0], 1):
+        buffer = pool.new_empty(pool.numel() + 1)
+        used = buffer[1:].view(pool.shape).copy_(pool)
+        rows = torch.full_like(indices, wrong)
+        call = replace(arguments, initial_state=used, state_indices=rows)
+        kernel_recurrent.forward(replace(call, initial_state=used.clone(), state_indices=indices))
+        rows.copy_(indices)
+        o, _ = kernel_recurrent.forward(call)
+        assert torch.equal(o, expected)
+        assert torch.equal(used, expected_pool)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,9 @@ Per program: row of the state (state_indices) -> load S -> per token: load q, k,
 store S. A padded sequence (negative index) loads nothing, stores zeros as outputs, and leaves the pool alone.
 
 Where the GPU has programmatic dependent launch, programs take the places of those of the kernel before as these end,
-wait until all have, and read nothing before: half a microsecond of each of a model's layers (docs/notes/decode.md).
+and wait until all have: half a microsecond of each of a model's layers. Of few states each is asked into the L2 cache
+before that wait, as a hint that is right whatever the kernel before still writes; nothing else is used that was read
+in front of it (docs/notes/decode.md).
 """
 
 from typing import Any, NamedTuple
@@ -32,6 +34,10 @@ from tilecrew.device.launch import Launch
 from tilecrew.gated_delta_rule.kernel_gates import L2NORM_EPS, floored, log_decay, write_strength
 from tilecrew.gated_delta_rule.kernel_strides import leading_strides, offset_of
 from tilecrew.gated_delta_rule.recurrent_arguments import RecurrentArguments
+
+# States (of a head of a sequence) up to which they are prefetched. More of them fill the GPU, and the bandwidth of its
+# memory, by themselves.
+PREFETCHED_STATES: tl.constexpr = tl.constexpr(128)
 
 
 class Tokens(NamedTuple):
@@ -180,6 +186,7 @@ def _kernel_arguments(arguments: RecurrentArguments, o: torch.Tensor, final_stat
         float(arguments.scale),
         arguments.num_sequences,
         arguments.q.shape[1],
+        0 if initial_state is None else initial_state.shape[0],
     )
 
 
@@ -194,14 +201,18 @@ def _final_state(arguments: RecurrentArguments) -> torch.Tensor | None:
     return torch.empty(arguments.num_sequences, *arguments.state_shape, dtype=dtype, device=arguments.q.device)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
-def recurrent_kernel(o, tokens, strides, state, cu_seqlens, scale, num_sequences, num_tokens, config: tl.constexpr):
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "num_rows"])
+def recurrent_kernel(
+    o, tokens, strides, state, cu_seqlens, scale, num_sequences, num_tokens, num_rows, config: tl.constexpr
+):
     BLOCK_V: tl.constexpr = config.BLOCK_V
     NUM_V_BLOCKS: tl.constexpr = (config.V + BLOCK_V - 1) // BLOCK_V
+    program = tl.program_id(0)
     if config.STARTS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        if state.initial is not None:
+            prefetch_state(state, program, num_sequences, num_rows, config)
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
     head = (program // NUM_V_BLOCKS) % config.HV
     sequence = (program // (NUM_V_BLOCKS * config.HV)).to(tl.int64)
     first_value = (program % NUM_V_BLOCKS) * BLOCK_V
@@ -350,6 +361,32 @@ def load_state(state, row, head, first_value, is_live, config: tl.constexpr):
     else:
         pointers = state.initial + row * state.initial_stride + offsets
         return tl.load(pointers, mask=exists & is_live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def prefetch_state(state, program, num_sequences, num_rows, config: tl.constexpr):
+    """Asks for the state with the number of this program, in the order of (sequence, head), to be brought into the L2
+    cache; for none where there are many.
+
+    Its row may be one that the kernel before is about to replace, so it is not kept, not even in the L1 cache, and has
+    to be one of num_rows.
+    """
+    SIZE: tl.constexpr = config.K * config.V
+    num_states = num_sequences * config.HV
+    if (program < num_states) & (num_states <= PREFETCHED_STATES):
+        row = program // config.HV
+        if state.indices is not None:
+            row = tl.load(state.indices + row, cache_modifier=".cg").to(tl.int32)
+        if (row >= 0) & (row < num_rows):
+            address = state.initial + row.to(tl.int64) * state.initial_stride + (program % config.HV) * SIZE
+            # One thread asks for all of it. The instruction wants multiples of 16 bytes.
+            PTX: tl.constexpr = (
+                "{ .reg .pred first; .reg .b32 thread; .reg .b64 start; mov.u32 thread, %tid.x; "
+                "setp.eq.u32 first, thread, 0; and.b64 start, $1, -16; "
+                "@first cp.async.bulk.prefetch.L2.global [start], $2; mov.u32 $0, 0; }"
+            )
+            NUM_BYTES: tl.constexpr = SIZE * state.initial.dtype.element_ty.primitive_bitwidth // 8 // 16 * 16
+            tl.inline_asm_elementwise(PTX, "=r,l,r", [address, NUM_BYTES], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
