@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 from tilecrew._plans import Locate, active_recording
+from tilecrew.device import compiler_key
 from tilecrew.device.direct import DirectLaunch
 
 
@@ -23,6 +24,7 @@ class Launch(NamedTuple):
         """
         if self.num_programs == 0:
             return None
+        compiler_key.wait()
         compiled = self.kernel[(self.num_programs,)](*self.args, **self.options)
         recording = active_recording()
         if recording is not None:
