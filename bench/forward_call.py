@@ -14,8 +14,8 @@ import sys
 
 import torch
 
-from tilecrew import chunk_gated_delta_rule
 from tilecrew.benchmark.cases import ForwardCase
+from tilecrew.benchmark.measure import forward
 
 
 def main() -> int:
@@ -25,11 +25,9 @@ def main() -> int:
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for case in cases:
-        a = ForwardCase(*map(int, case.split(","))).arguments(torch.bfloat16, device, norms=True)
+        arguments = ForwardCase(*map(int, case.split(","))).arguments(torch.bfloat16, device, inside=True)
         for _ in range(3):
-            chunk_gated_delta_rule(
-                a.q, a.k, a.v, a.g, a.beta, scale=a.scale, output_final_state=True, use_qk_l2norm_in_kernel=True
-            )
+            forward(arguments)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return 0

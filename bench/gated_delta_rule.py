@@ -22,7 +22,7 @@ def line_of(row: Row) -> str:
         f"{name} {'-' if value is None else format(value, '.4f')}"
         for name, value in (("graph", row.graph_milliseconds), ("eager", row.eager_milliseconds))
     )
-    name = f"{row.operator} {row.case}{', norms' if row.norms else ''}"
+    name = f"{row.operator} {row.case}{', inside' if row.inside else ''}"
     return f"{name:32} {row.name:12} {times} ms, error {row.error:.1e} {row.refused or row.chosen}"
 
 
@@ -42,7 +42,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    problems = [(case, norms) for case in settings.forward for norms in (False, True)]
+    problems = [(case, inside) for case in settings.forward for inside in (False, True)]
     problems = problems if "forward" in options.operators else []
     decode_cases = settings.decode if "decode" in options.operators else ()
     deadline, rows = time.monotonic() + options.limit, list[Row]()
@@ -52,9 +52,9 @@ def main() -> int:
         report.write_json(rows, setting_of(settings), options.json)
         print("\n".join(map(line_of, found)), flush=True)
 
-    for case, norms in problems:
+    for case, inside in problems:
         if time.monotonic() < deadline:
-            keep(measure_forward(case, norms, list(settings.peers), settings.dtype, device, options.seconds))
+            keep(measure_forward(case, inside, list(settings.peers), settings.dtype, device, options.seconds))
     for decode_case in decode_cases:
         if time.monotonic() < deadline:
             keep(measure_decode(decode_case, settings.dtype, device, options.seconds))

@@ -13,6 +13,7 @@ from tilecrew.benchmark.measure import OURS, Row, measure_decode, measure_forwar
 from tilecrew.benchmark.peers import PEERS, Peer, choose
 from tilecrew.benchmark.run import settings_of
 from tilecrew.gated_delta_rule import reference
+from tilecrew.gated_delta_rule.gates import apply_gates
 
 CPU = torch.device("cpu")
 TINY = ForwardCase(2, 70, 1, 2)
@@ -41,10 +42,10 @@ def peer(name, prepare):
     return Peer(name, "torch", "torch", prepare)
 
 
-@pytest.mark.parametrize("norms", [False, True])
-def test_wrong_results_get_no_time(norms):
+@pytest.mark.parametrize("inside", [False, True])
+def test_wrong_results_get_no_time(inside):
     others = [peer("good", exact), peer("bad", wrong), peer("absent", broken), peer("nan", not_a_number)]
-    rows = {row.name: row for row in measure_forward(TINY, norms, others, torch.float32, CPU, 0.0)}
+    rows = {row.name: row for row in measure_forward(TINY, inside, others, torch.float32, CPU, 0.0)}
     assert list(rows) == [OURS, "good", "bad", "nan", "absent"]
     for name in (OURS, "good"):
         assert rows[name].error < 1e-5
@@ -98,6 +99,16 @@ def test_settings(tmp_path):
     assert settings.dtype == torch.float32
     with pytest.raises(ValueError, match=r"--cases must be one of targets, small, got 'large'"):
         settings_of(CPU, "large", "", tmp_path, 0.0)
+
+
+def test_gates_of_the_peers_are_those_of_the_operator():
+    for inside in (False, True):
+        arguments = TINY.arguments(torch.float32, CPU, inside)
+        assert (arguments.A_log is not None) == arguments.use_beta_sigmoid == arguments.use_qk_l2norm == inside
+        applied = apply_gates(arguments)
+        g, beta = peers.gates_of(arguments, lambda g, beta: (g.exp(), beta.half()))()
+        torch.testing.assert_close(g, applied.g.exp())
+        torch.testing.assert_close(beta, applied.beta.half())
 
 
 def test_norm_of_the_peers_is_that_of_the_operator():

@@ -147,7 +147,7 @@ def test_the_choice_is_the_fastest_of_what_was_measured():
 
 
 def test_the_choice_for_problems_that_estimates_were_not_fitted_to():
-    """`bench/forward_kernels.py --grid`: within 5 % of the fastest variant in 95 % of its problems, never 10 % behind."""
+    """`bench/forward_kernels.py --grid`: within 5 % of the fastest in 95 % of its problems, never 10 % behind."""
     ratios = {
         name: times[min(estimates, key=estimates.get)] / min(times.values())
         for name, times, estimates in measured_beside_estimates("forward_grid.json")

@@ -1,5 +1,6 @@
 """Problems of the benchmark, and the floor under their times."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -28,18 +29,30 @@ class ForwardCase:
     def name(self) -> str:
         return f"{self.batch}x{self.num_tokens}, {self.num_heads}/{self.num_value_heads}"
 
-    def arguments(self, dtype: torch.dtype, device: torch.device, norms: bool) -> ForwardArguments:
-        """Fresh inputs: keys and queries of unit norm, or with `norms` of any norm, for the operator to normalise."""
-        return random_arguments(
+    def arguments(self, dtype: torch.dtype, device: torch.device, inside: bool) -> ForwardArguments:
+        """Fresh inputs: unit keys and queries, log decays and strengths; or with `inside` what a model's projections
+        give, for the operator to normalise and to make them of."""
+        arguments = random_arguments(
             self.batch,
             self.num_tokens,
             self.num_heads,
             self.num_value_heads,
             dtype=dtype,
             device=device,
-            normalised=not norms,
-            use_qk_l2norm=norms,
+            normalised=not inside,
+            use_qk_l2norm=inside,
+            use_beta_sigmoid=inside,
             output_final_state=True,
+        )
+        if not inside:
+            return arguments
+        num_value_heads = arguments.g.shape[2]
+        return dataclasses.replace(
+            arguments,
+            g=torch.randn_like(arguments.g),
+            beta=torch.randn_like(arguments.beta),
+            A_log=torch.rand(num_value_heads, device=device).to(arguments.g.dtype) - 0.5,
+            dt_bias=torch.rand(num_value_heads, device=device).to(arguments.g.dtype) - 3.5,
         )
 
     def floor_milliseconds(self, device_name: str) -> float | None:

@@ -17,6 +17,7 @@ from tilecrew.benchmark.cases import DecodeCase, ForwardCase
 from tilecrew.benchmark.peers import Call, Peer
 from tilecrew.gated_delta_rule import chunked, operators, recurrent, recurrent_operators
 from tilecrew.gated_delta_rule.api import chunk_gated_delta_rule
+from tilecrew.gated_delta_rule.arguments import ForwardArguments
 from tilecrew.gated_delta_rule.schedule import pick_recurrent
 from tilecrew.testing import as_float64
 
@@ -34,6 +35,7 @@ class Row:
     """One implementation on one case.
 
     operator             "forward" or "decode"
+    inside               whether the operator normalises queries and keys, and makes the gates of what projections give
     chosen               what tilecrew's schedule took, with its reason; "" for others
     graph_milliseconds   of a captured CUDA graph; None on other devices, where capture failed, or where refused
     eager_milliseconds   of a call, with the host's work; None where refused
@@ -44,7 +46,7 @@ class Row:
 
     operator: str
     case: str
-    norms: bool
+    inside: bool
     name: str
     chosen: str
     graph_milliseconds: float | None
@@ -58,27 +60,34 @@ class Row:
         return self.eager_milliseconds if self.graph_milliseconds is None else self.graph_milliseconds
 
 
+def forward(arguments: ForwardArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """tilecrew's (o, final state) by its public function."""
+    a = arguments
+    o, final_state = chunk_gated_delta_rule(
+        a.q,
+        a.k,
+        a.v,
+        a.g,
+        a.beta,
+        scale=a.scale,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=a.use_qk_l2norm,
+        use_beta_sigmoid_in_kernel=a.use_beta_sigmoid,
+        use_gate_in_kernel=a.A_log is not None,
+        A_log=a.A_log,
+        dt_bias=a.dt_bias,
+    )
+    return o, final_state
+
+
 def measure_forward(
-    case: ForwardCase, norms: bool, peers: list[Peer], dtype: torch.dtype, device: torch.device, seconds: float
+    case: ForwardCase, inside: bool, peers: list[Peer], dtype: torch.dtype, device: torch.device, seconds: float
 ) -> list[Row]:
     """tilecrew and the peers on fresh inputs. seconds: time spent on each measured point, at most."""
-    arguments = case.arguments(dtype, device, norms)
+    arguments = case.arguments(dtype, device, inside)
     schedule = operators.schedule_of(arguments, requires_gradient=False, implementation=None)
 
-    def ours() -> tuple[torch.Tensor, torch.Tensor | None]:
-        a = arguments
-        return chunk_gated_delta_rule(
-            a.q,
-            a.k,
-            a.v,
-            a.g,
-            a.beta,
-            scale=a.scale,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=a.use_qk_l2norm,
-        )
-
-    calls: dict[str, Call] = {OURS: ours}
+    calls: dict[str, Call] = {OURS: lambda: forward(arguments)}
     failures = {}
     for peer in peers:
         try:
@@ -92,7 +101,7 @@ def measure_forward(
         failures,
         (truth.o, truth.final_state),
         str(schedule),
-        ("forward", case.name, norms, floor),
+        ("forward", case.name, inside, floor),
         dtype,
         seconds,
     )
@@ -148,7 +157,7 @@ def _rows(
     dtype: torch.dtype,
     seconds: float,
 ) -> list[Row]:
-    operator, case, norms, floor = place
+    operator, case, inside, floor = place
     errors, timed = {}, {}
     for name, call in calls.items():
         try:
@@ -168,7 +177,7 @@ def _rows(
         Row(
             operator,
             case,
-            norms,
+            inside,
             name,
             chosen if name == OURS else "",
             graph_times.get(name),

@@ -2,7 +2,8 @@
 
 A peer's `prepare` turns a problem into a call that returns (o [B, T, HV, V], final state [N, HV, K, V] float32).
 Conversions that a library's caller would have done anyway (layout of packed sequences, gates as factors) happen in
-`prepare` and are not timed; l2norm, where the library does not do it, is timed as torch does it.
+`prepare` and are not timed; what a problem leaves to the operator and a library does not do (norms, gates) is timed as
+torch does it.
 """
 
 import importlib.metadata
@@ -13,8 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
+from tilecrew.gated_delta_rule.gates import softplus_decay
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+Gates = tuple[torch.Tensor, torch.Tensor]
+Convert = Callable[[torch.Tensor, torch.Tensor], Gates]
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,12 @@ class Peer:
 def _flash_qla(arguments: ForwardArguments) -> Call:
     import flash_qla
 
-    a = arguments
+    a, gates = arguments, gates_of(arguments)
     return lambda: flash_qla.chunk_gated_delta_rule(
         a.q,
         a.k,
         a.v,
-        a.g,
-        a.beta,
+        *gates(),
         scale=a.scale,
         output_final_state=True,
         use_qk_l2norm_in_kernel=a.use_qk_l2norm,
@@ -57,14 +60,12 @@ def _flash_qla(arguments: ForwardArguments) -> Call:
 def _flash_linear_attention(arguments: ForwardArguments) -> Call:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    a = arguments
-    beta = a.beta.to(a.q.dtype)
+    a, gates = arguments, gates_of(arguments, lambda g, beta: (g, beta.to(arguments.q.dtype)))
     return lambda: chunk_gated_delta_rule(
         a.q,
         a.k,
         a.v,
-        g=a.g,
-        beta=beta,
+        *gates(),
         scale=a.scale,
         output_final_state=True,
         use_qk_l2norm_in_kernel=a.use_qk_l2norm,
@@ -78,17 +79,28 @@ def _flash_infer(arguments: ForwardArguments) -> Call:
     a = arguments
     batch, num_tokens = a.q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (a.q, a.k, a.v))
-    decay, beta = a.g.exp().flatten(0, 1).float(), a.beta.flatten(0, 1).float()
+    gates = gates_of(arguments, lambda g, beta: (g.exp().flatten(0, 1).float(), beta.flatten(0, 1).float()))
     cu_seqlens = torch.arange(batch + 1, device=q.device, dtype=torch.int64) * num_tokens
 
     def call() -> tuple[torch.Tensor, torch.Tensor | None]:
         unit = (normalised(q), normalised(k)) if a.use_qk_l2norm else (q, k)
+        decay, beta = gates()
         o, state = chunk_gated_delta_rule(
             *unit, v, g=decay, beta=beta, scale=a.scale, output_final_state=True, cu_seqlens=cu_seqlens
         )
         return o.view(a.v.shape), state.mT
 
     return call
+
+
+def gates_of(arguments: ForwardArguments, convert: Convert = lambda g, beta: (g, beta)) -> Callable[[], Gates]:
+    """What gives (g, beta) in a library's form: made now, or in each call where the problem leaves them to it."""
+    a = arguments
+    if a.A_log is None:
+        made = convert(a.g, a.beta)
+        return lambda: made
+    A_log, dt_bias = a.A_log, a.dt_bias
+    return lambda: convert(softplus_decay(a.g, A_log, dt_bias), a.beta.sigmoid())
 
 
 def normalised(x: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,14 @@ from typing import Any
 
 from tilecrew.benchmark.measure import BESIDE, OURS, Row
 
-COLUMNS = ("operator", "case", "norms", "library", "graph ms", "eager ms", "to best other", "of floor", "error")
+COLUMNS = ("operator", "case", "norms, gates", "library", "graph ms", "eager ms", "to best other", "of floor", "error")
 
 
 def groups(rows: Iterable[Row]) -> dict[tuple[str, str, bool], list[Row]]:
     """Rows of one problem, in order."""
     grouped: dict[tuple[str, str, bool], list[Row]] = {}
     for row in rows:
-        grouped.setdefault((row.operator, row.case, row.norms), []).append(row)
+        grouped.setdefault((row.operator, row.case, row.inside), []).append(row)
     return grouped
 
 
@@ -38,7 +38,7 @@ def cells(rows: list[Row]) -> list[tuple[str, ...]]:
             (
                 row.operator,
                 row.case,
-                "inside" if row.norms else "",
+                "inside" if row.inside else "",
                 row.name,
                 _number(row.graph_milliseconds, ".3f"),
                 _number(row.eager_milliseconds, ".3f") if not row.refused else "refused",
@@ -88,7 +88,7 @@ def draw(rows: list[Row], subtitle: str, path: Path) -> None:
     colours = dict(zip(names, ("#0b6e8a", "#c4662b", "#7a8a3c", "#8a5a9e"), strict=False))
     figure, axes = plt.subplots(figsize=(11, 1.2 + 0.32 * sum(map(len, grouped.values()))), layout="constrained")
     position, ticks = 0.0, []
-    for (_, case, norms), group in grouped.items():
+    for (_, case, inside), group in grouped.items():
         first = position
         for row in group:
             if row.milliseconds is not None:
@@ -98,7 +98,7 @@ def draw(rows: list[Row], subtitle: str, path: Path) -> None:
         floor = group[0].floor_milliseconds
         if floor is not None:
             axes.plot([floor, floor], [first - 0.5, position - 0.5], color="#5a5f66", linewidth=1.5)
-        ticks.append(((first + position - 1) / 2, case + (", norms" if norms else "")))
+        ticks.append(((first + position - 1) / 2, case + (", norms and gates inside" if inside else "")))
         position += 0.8
     axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
     axes.invert_yaxis()

@@ -57,10 +57,10 @@ def run_benchmark(settings: Settings, console: Any) -> bool:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=2 * len(settings.forward) + len(settings.decode))
         for case in settings.forward:
-            for norms in (False, True):
-                progress.update(task, description=f"forward {case.name}{', norms' if norms else ''}")
+            for inside in (False, True):
+                progress.update(task, description=f"forward {case.name}{', inside' if inside else ''}")
                 rows += measure_forward(
-                    case, norms, list(settings.peers), settings.dtype, settings.device, settings.seconds
+                    case, inside, list(settings.peers), settings.dtype, settings.device, settings.seconds
                 )
                 progress.advance(task)
         for decode_case in settings.decode:
@@ -71,7 +71,7 @@ def run_benchmark(settings: Settings, console: Any) -> bool:
     subtitle = f"{setting['device']}, {setting['dtype']}, torch {setting['torch']}, triton {setting['triton']}"
     console.print(report.table(rows, subtitle))
     for row in rows:
-        place = f"{row.operator} {row.case}{', norms' if row.norms else ''}"
+        place = f"{row.operator} {row.case}{', inside' if row.inside else ''}"
         if row.chosen:
             console.print(f"{place}: {row.chosen}", markup=False)
         if row.refused:
