@@ -7,8 +7,8 @@ ncu -k regex:'scan|prepare|pieces|states|combine' --launch-skip 2 --launch-count
     --metrics l1tex__data_pipe_lsu_wavefronts.sum,l1tex__data_pipe_lsu_wavefronts_mem_shared.sum \
     python bench/forward_call.py 4,8192,16,32
 
-and, for those of five kernels, --launch-skip 5 --launch-count 5. bench/results/forward_counters.json has some of what it
-gave on an H200.
+and, for those of five kernels, --launch-skip 5 --launch-count 5. bench/results/forward_counters.json has some of what
+it gave on an H200.
 """
 
 import sys
