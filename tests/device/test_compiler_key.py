@@ -43,6 +43,25 @@ def test_a_launch_waits_for_it(hashing, monkeypatch):
     assert events == ["hashed", "launched", "launched"]
 
 
+def test_launches_of_several_threads_wait_for_it(hashing, monkeypatch):
+    events, release = hashing
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def wait():
+        compiler_key.wait()
+        events.append("waited")
+
+    compiler_key.start()
+    threads = [threading.Thread(target=wait) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert events == []
+    release.set()
+    for thread in threads:
+        thread.join(60)
+    assert events == ["hashed"] + 8 * ["waited"]
+
+
 def test_nothing_is_hashed_in_a_process_without_a_gpu(hashing, monkeypatch):
     events, release = hashing
     release.set()

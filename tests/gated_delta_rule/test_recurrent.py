@@ -246,7 +246,7 @@ def test_what_starts_early_waits_for_what_is_in_front_of_it(state_v_first, has_o
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_the_kernel_before_writes(dtype):
-    """What stood there before is no row of the pool: nothing is prefetched then, and nothing of it is used. The pool
+    """What stood there before is no row of the pool, or another one: that is prefetched at most, and not used. The pool
     begins in the middle of 16 bytes."""
     from tilecrew.gated_delta_rule import kernel_recurrent
 

@@ -1,8 +1,8 @@
 """Triton's hash of its own compiler, made beside the import of the kernels.
 
-Triton looks for a compiled kernel under a key that holds a hash of its library, which has 400 MB: 0.3 to 0.4 s, of 0.8
-to 1.0 that the first call of a process takes where the kernels have been compiled before. It computes that once a
-process, when it first launches. Hashing leaves Python to others, so that a thread can do it while modules are imported.
+Triton looks for a compiled kernel under a key that holds a hash of its library, which has 400 MB: a good part of what
+the first call of a process takes where the kernels have been compiled before. It computes that once a process, when it
+first launches. Hashing leaves Python to others, so that a thread can do it while modules are imported.
 """
 
 import threading
@@ -21,11 +21,9 @@ def start() -> None:
 
 
 def wait() -> None:
-    """Until the hash is there: a launch in the meantime would compute it once more."""
-    global _thread
-    if _thread is not None:
+    """Until the hash is there: a launch in the meantime would compute it once more. For any number of threads."""
+    if _thread is not None:  # and stays so, for another thread that is here
         _thread.join()
-        _thread = None
 
 
 def _make() -> None:
