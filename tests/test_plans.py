@@ -84,6 +84,33 @@ def test_an_input_that_is_a_result_is_returned_itself():
     assert torch.equal(state, x)
 
 
+def test_what_nobody_sees_is_one_allocation(monkeypatch):
+    """Each tensor of it in memory of its own, aligned, whatever sizes the others have."""
+
+    def function(x, y):
+        first, filled, second = torch.empty(3), torch.zeros(5), torch.empty(130, dtype=torch.float64)
+        out = torch.empty(3), torch.empty(130, dtype=torch.float64), torch.empty(5)
+        copy(x, first)
+        copy(y, second)  # behind what is in the first, or it would be overwritten
+        for source, target in zip((first, second, filled), out, strict=True):
+            copy(source, target)
+        return out
+
+    def inputs():
+        return torch.randn(3), torch.randn(130, dtype=torch.float64)
+
+    plan = plan_of(function, *inputs())
+    made = []
+    for name in ("empty", "empty_strided"):
+        function = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, f=function, **k: made.append(f(*a, **k)) or made[-1])
+    x, y = inputs()
+    results = run_plan(plan, x, y)
+    assert [tensor.nbytes for tensor in made] == [20, 12, 1040, 20, 512 + 1536]
+    assert plan.workspace.offsets == (0, 512)
+    assert all(torch.equal(*pair) for pair in zip(results, (x, y, torch.zeros(5)), strict=True))
+
+
 @pytest.mark.parametrize("make", [lambda x: x.new_zeros(8), lambda x: torch.empty(8).detach().fill_(2.5)])
 def test_fresh_tensors_are_filled_again(make):
     def function(x):

@@ -21,6 +21,7 @@ Tensors = Sequence[torch.Tensor | None]
 Results = TypeVar("Results", bound=Tensors)
 Locate = Callable[[torch.Tensor], int]
 ADDRESS_ALIGNMENT = 16  # kernels are compiled for workspace and outputs aligned to this
+WORKSPACE_ALIGNMENT = 512  # of tensors inside of a workspace, as torch aligns what it allocates
 
 aten = torch.ops.aten
 # What a fresh tensor is filled with, by the operator that made it.
@@ -61,10 +62,21 @@ class Allocation(NamedTuple):
     fill: float | None
 
 
+class Workspace(NamedTuple):
+    """What nobody sees of a call's allocations, as one: each repetition allocates `num_bytes`, and the tensors that the
+    call made begin at `offsets` in them. One allocation takes 2 us, and a call may have a dozen."""
+
+    num_bytes: int
+    offsets: tuple[int, ...]
+    device: torch.device
+
+
 class Plan(NamedTuple):
-    """Allocations and launches of a call. Slots count the call's inputs, then the allocations."""
+    """Allocations and launches of a call. Slots count the call's inputs, then the allocations, then what lies in the
+    workspace."""
 
     allocations: tuple[Allocation, ...]
+    workspace: Workspace | None
     launches: tuple[RepeatableLaunch, ...]
     circumstances: Hashable
     result_slots: tuple[int | None, ...]
@@ -74,18 +86,32 @@ class Plan(NamedTuple):
         if self.launches[0].circumstances() != self.circumstances:
             return None
         tensors, addresses = list(inputs), list(addresses)
+        if not self.allocate(tensors, addresses):
+            return None
+        for launch in self.launches:
+            launch.run(addresses)
+        return tuple([None if slot is None else tensors[slot] for slot in self.result_slots])
+
+    def allocate(self, tensors: list[Any], addresses: list[int]) -> bool:
+        """Appends what a repetition allocates, and the addresses of its slots; False where one is not aligned."""
         for shape, strides, dtype, device, fill in self.allocations:
             tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             address = tensor.data_ptr()
             if address % ADDRESS_ALIGNMENT:
-                return None
+                return False
             if fill is not None:
                 tensor.fill_(fill)
             tensors.append(tensor)
             addresses.append(address)
-        for launch in self.launches:
-            launch.run(addresses)
-        return tuple([None if slot is None else tensors[slot] for slot in self.result_slots])
+        if self.workspace is not None:
+            num_bytes, offsets, device = self.workspace
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            start = memory.data_ptr()
+            if start % ADDRESS_ALIGNMENT:
+                return False
+            tensors.append(memory)  # so that it is there until the launches are on the stream
+            addresses += [start + offset for offset in offsets]
+        return True
 
 
 class Recording(TorchDispatchMode):
@@ -136,7 +162,8 @@ class Recording(TorchDispatchMode):
             raise NotRepeatable(self._refusal)
         if not self._launches:
             raise NotRepeatable("nothing was launched")
-        known = [*self._inputs, *self._allocations]
+        separate, together = self._apart(results)
+        known = [*self._inputs, *(self._allocations[i] for i in (*separate, *together))]
         slots: dict[int, int] = {}
         for slot, tensor in enumerate(known):  # their order is that of Plan's slots
             if tensor is not None and slots.setdefault(tensor.data_ptr(), slot) != slot:
@@ -155,10 +182,24 @@ class Recording(TorchDispatchMode):
             if index is not None and not _is_same_view(result, known[index]):
                 raise NotRepeatable("a result is a view of an allocation")
         allocations = tuple(
-            Allocation(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, fill)
-            for tensor, fill in zip(self._allocations, self._fills, strict=True)
+            Allocation(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, self._fills[i])
+            for i in separate
+            for tensor in (self._allocations[i],)
         )
-        return Plan(allocations, launches, launches[0].circumstances(), result_slots)
+        workspace = _workspace([self._allocations[i] for i in together])
+        return Plan(allocations, workspace, launches, launches[0].circumstances(), result_slots)
+
+    def _apart(self, results: Tensors) -> tuple[list[int], list[int]]:
+        """Numbers of the allocations that a repetition makes one by one (results, and what is filled), and of those
+        that it may make together."""
+        returned = {result.data_ptr() for result in results if result is not None}
+        separate: list[int] = []
+        together: list[int] = []
+        for i, tensor in enumerate(self._allocations):
+            is_seen = tensor.data_ptr() in returned or self._fills[i] is not None
+            is_first = not together or self._allocations[together[0]].device == tensor.device
+            (separate if is_seen or not is_first else together).append(i)
+        return separate, together
 
     def _fill(self, tensor: torch.Tensor, value: Any) -> None:
         """A fill is repeatable as part of an allocation: of all of it, and before a launch could write to it."""
@@ -168,6 +209,17 @@ class Recording(TorchDispatchMode):
                 self._fills[index] = value
                 return
         self._refusal = "something is filled that is not a fresh allocation"
+
+
+def _workspace(tensors: list[torch.Tensor]) -> Workspace | None:
+    """One allocation for all of these, in their order."""
+    if not tensors:
+        return None
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.untyped_storage().nbytes() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    return Workspace(end, tuple(offsets), tensors[0].device)
 
 
 def _is_same_view(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:

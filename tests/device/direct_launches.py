@@ -129,8 +129,12 @@ def make_call(name: str, seed: int):
     return recurrent_call(name, seed) if name == "recurrent" else chunk_call(name, seed)
 
 
+def names_of(addresses: list[int]) -> dict[bytes, str]:
+    return {address.to_bytes(8, "little"): f"tensor {slot}" for slot, address in enumerate(addresses)}
+
+
 def names_of_addresses(tensors: list[torch.Tensor]) -> dict[bytes, str]:
-    return {tensor.data_ptr().to_bytes(8, "little"): f"tensor {slot}" for slot, tensor in enumerate(tensors)}
+    return names_of([tensor.data_ptr() for tensor in tensors])
 
 
 def readable(log: list[bytes], names: dict[bytes, str]) -> list[str]:
@@ -147,23 +151,15 @@ def differences(name: str, driver: FakeDriver) -> list[str]:
     tensors, call = make_call(name, 1)
     driver.take_log()
     with Recording(tensors) as recording:
-        call()
-    names = names_of_addresses([*tensors, *recording._allocations])
-    expected = readable(driver.take_log(), names)
+        results = call()
+    allocations = [recording._allocations[i] for numbers in recording._apart(results) for i in numbers]
+    expected = readable(driver.take_log(), names_of_addresses([*tensors, *allocations]))
 
-    made = []
-    empty_strided = torch.empty_strided
-
-    def noted(*arguments, **options):
-        made.append(empty_strided(*arguments, **options))
-        return made[-1]
-
-    torch.empty_strided = noted
-    try:
-        assert plan.run(tensors, [tensor.data_ptr() for tensor in tensors]) is not None
-    finally:
-        torch.empty_strided = empty_strided
-    actual = readable(driver.take_log(), names_of_addresses([*tensors, *made]))
+    made, addresses = list(tensors), [tensor.data_ptr() for tensor in tensors]
+    assert plan.allocate(made, addresses)
+    for repeated in plan.launches:
+        repeated.run(addresses)
+    actual = readable(driver.take_log(), names_of(addresses))
     num_launches = len(plan.launches)
     if len(expected) <= 4 * num_launches or not any(entry.startswith("tensor") for entry in expected):
         return [f"too little was logged to compare: {expected}"]
