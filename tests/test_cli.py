@@ -32,6 +32,21 @@ def without(monkeypatch, *names: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("demo", "on a GPU 16384"),
+        ("bench moe", "on the CPU 1,2"),
+        ("bench grouped-gemm", "targets on a GPU"),
+        ("trace", "128 for roles"),
+    ],
+)
+def test_help_tells_defaults_that_depend_on_something(command, default):
+    """In square brackets they would be taken for markup, and not be shown."""
+    result = invoke(*command.split(), "--help")
+    assert default in " ".join(result.output.replace("│", " ").split())
+
+
 def test_help_lists_the_commands():
     result = invoke("--help")
     assert result.exit_code == 0

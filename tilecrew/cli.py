@@ -45,7 +45,7 @@ def build_app() -> Any:
         prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt whose logits are compared.")] = 600,
         new_tokens: Annotated[int, typer.Option(min=0, help="Compared decode steps.")] = 16,
         max_tokens: Annotated[
-            int | None, typer.Option(min=1, help="Longest measured prompt. [default: 4096, on a GPU 16384]")
+            int | None, typer.Option(min=1, help="Longest measured prompt. (default: 4096, on a GPU 16384)")
         ] = None,
         repeats: Annotated[int, typer.Option(min=1, help="Measured runs per point.")] = 3,
     ) -> None:
@@ -145,7 +145,7 @@ def add_bench(app: Any) -> None:
     def bench_grouped_gemm(
         device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
         cases: Annotated[
-            str, typer.Option(help="targets, its halves large and few-rows, or small. [default: targets on a GPU]")
+            str, typer.Option(help="targets, its halves large and few-rows, or small. (default: targets on a GPU)")
         ] = "",
         json: Annotated[Path | None, typer.Option(help="Where to write the figures, after every shape.")] = None,
         seconds: Annotated[float, typer.Option(min=0.0, help="Of all shapes; then none is begun any more.")] = 120.0,
@@ -179,16 +179,16 @@ def _add_bench_moe(bench: Any) -> None:
     @bench.command("moe")
     def bench_moe(
         ranks: Annotated[
-            str, typer.Option(help="Numbers of emulated ranks, with commas. [default: 1,2,4,8, on the CPU 1,2]")
+            str, typer.Option(help="Numbers of emulated ranks, with commas. (default: 1,2,4,8, on the CPU 1,2)")
         ] = "",
         shapes: Annotated[
-            str, typer.Option(help="DeepSeek-V3, Qwen3-30B, Qwen3-Next, small. [default: the first three on a GPU]")
+            str, typer.Option(help="DeepSeek-V3, Qwen3-30B, Qwen3-Next, small. (default: the first three on a GPU)")
         ] = "",
-        tokens: Annotated[int | None, typer.Option(help="Of each rank. [default: 1024, on the CPU 64]")] = None,
+        tokens: Annotated[int | None, typer.Option(help="Of each rank. (default: 1024, on the CPU 64)")] = None,
         routing: Annotated[str, typer.Option(help="uniform, skewed or both.")] = "both",
-        dispatch: Annotated[str, typer.Option(help="warps, blocks or gather. [default: as tilecrew chooses]")] = "",
-        combine: Annotated[str, typer.Option(help="push or pull. [default: as tilecrew chooses]")] = "",
-        num_comm_blocks: Annotated[int | None, typer.Option(help="[default: as tilecrew chooses]")] = None,
+        dispatch: Annotated[str, typer.Option(help="warps, blocks or gather. (default: as tilecrew chooses)")] = "",
+        combine: Annotated[str, typer.Option(help="push or pull. (default: as tilecrew chooses)")] = "",
+        num_comm_blocks: Annotated[int | None, typer.Option(help="(default: as tilecrew chooses)")] = None,
         json: Annotated[Path | None, typer.Option(help="Where to write the figures, after every case.")] = None,
         seconds: Annotated[float, typer.Option(min=0.0, help="Of all cases; then none is begun any more.")] = 120.0,
         device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -230,7 +230,9 @@ def add_simulate(app: Any) -> None:
 
     @app.command()
     def simulate(
-        kernel: Annotated[str, typer.Argument(help="prepare, prepare-gated, forward-roles or forward-scan.")],
+        kernel: Annotated[
+            str, typer.Argument(help="prepare, prepare-gated, forward-roles, forward-scan or forward-scan-128.")
+        ],
         seed: Annotated[int, typer.Option(help="Chooses the order of roles and asynchronous operations.")] = 0,
         timeline: Annotated[
             Path | None, typer.Option(help="PNG: what the roles of the first program do and wait for.")

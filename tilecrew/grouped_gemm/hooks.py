@@ -24,7 +24,8 @@ class Gate:
         groups, none of which shares a block with another; num_rows: rows of it that belong to its group. It returns
         when these rows of x may be read by TMA.
     tensors    what the device function gets, as pointers
-    check()    torch twin: raises where rows are missing, for devices on which nothing runs beside the call
+    check(num_rows_of_blocks)    torch twin: raises where rows are missing, for devices on which nothing runs beside the
+        call
     check_inputs(x)    raises where its tensors do not fit, before anything is launched
     """
 

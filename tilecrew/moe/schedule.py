@@ -39,7 +39,6 @@ COMBINES = ("push", "pull")
 MOVER_SLOTS = 7  # with eight, tables of 256 experts would cost the GEMM a stage
 MOVER_COLUMNS = 1024  # elements of 16 bits: pieces of 2 KB
 MOVER_BYTES = MOVER_SLOTS * MOVER_COLUMNS * 2
-# The ring of a communication block: SLOTS tiles of ROWS rows, which are 32 KB each, and a thread's 16 bytes four times.
 # The ring of a communication block: four movers of four warps, each with SLOTS tiles of ROWS rows.
 NUM_MOVERS = 4
 RING = {"ROWS": 8, "COLUMNS": 1024, "SLOTS": 3, "num_warps": 4, "maxnreg": 128}

@@ -19,7 +19,7 @@ def add_trace(app: Any) -> None:
         query_heads: Annotated[int, typer.Option(min=1, help="Heads of queries and keys.")] = 2,
         value_heads: Annotated[int, typer.Option(min=1, help="Heads of values.")] = 8,
         block_v: Annotated[
-            int | None, typer.Option(help="Values of a program. [default: 64 for scan, 128 for roles]")
+            int | None, typer.Option(help="Values of a program. (default: 64 for scan, 128 for roles)")
         ] = None,
         chunks: Annotated[str, typer.Option(help="FIRST:BEHIND, the chunks that the picture shows.")] = "4:8",
         program: Annotated[int, typer.Option(min=0, help="The program (CTA) that is shown.")] = 0,
