@@ -257,8 +257,8 @@ def test_calls_that_differ_are_found():
         (4, "blocks", "push", False, 1000),
         (4, "gather", "push", False, 1000),
         (4, "warps", "pull", True, 1000),
-        (8, "gather", "push", False, 300),  # a call of eight ranks takes the host as long as four of two
-        (8, "blocks", "pull", True, 300),
+        (8, "gather", "push", False, 1000),
+        (8, "blocks", "pull", True, 1000),
     ],
 )
 def test_a_thousand_calls_with_late_ranks_and_roles(size, dispatch, combine, is_beside, num_calls, monkeypatch):
