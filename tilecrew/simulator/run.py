@@ -112,12 +112,23 @@ def _step_one(running: list[tuple[int, Block]], chance: random.Random) -> None:
 def role_names(launch: Launch) -> list[str]:
     """Names of the functions that a kernel's warp_specialize starts, the first warp group's first."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(launch.kernel.fn)))
-    for call in ast.walk(tree):
+    config = dict(zip(launch.kernel.arg_names, launch.args, strict=False)).get("config")
+    for call in _that_run(tree, config):
         if isinstance(call, ast.Call) and getattr(call.func, "attr", None) == "warp_specialize":
             roles = call.args[0]
             if isinstance(roles, ast.List):
                 return [ast.unparse(role.elts[0]) for role in roles.elts if isinstance(role, ast.Tuple)]
     return [launch.kernel.fn.__name__]
+
+
+def _that_run(node: ast.AST, config: Any) -> Iterator[ast.AST]:
+    """The node and what is in it, but for branches that a field of the kernel's config excludes."""
+    yield node
+    children = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Attribute) and ast.unparse(node.test.value) == "config":
+        children = iter(node.body if getattr(config, node.test.attr) else node.orelse)
+    for child in children:
+        yield from _that_run(child, config)
 
 
 def compile_program(launch: Launch) -> Program:
