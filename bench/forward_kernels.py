@@ -8,7 +8,8 @@ The second measures other problems, to which the schedule's estimates were not f
 Per problem, with unit keys from the caller and with norms inside, milliseconds of captured graphs (median, the L2 cache
 flushed between repeats): the prepare kernel; what follows it, for the scan of 64 and of 128 values, for the roles with
 their best block (their prepare kernel is another, its time in brackets), and for the scan over pieces of L chunks
-("L/values"), those with the least estimates; and the whole of what the schedule takes. A variant whose error against
+("L/values"), those with the least estimates; where it can be, the whole with the prepare kernel beside the scan; and
+the whole of what the schedule takes. A variant whose error against
 the float64 recurrence, on a smaller problem with the same heads, is too large gets no time. One that fails is printed
 as such and does not stop the others; the file is written after each problem.
 """
@@ -74,12 +75,13 @@ def variants(arguments: ForwardArguments) -> list[Variant]:
         hopper_times.piece_variants("scan", sizes), key=lambda variant: hopper_times.microseconds(variant, sizes)
     )
     roles = hopper_variant("roles", problem, num_sms)
-    return [Variant("scan", 64), Variant("scan", 128), roles, *in_pieces[:NUM_PIECE_VARIANTS]]
+    beside = hopper_times.beside_variants("scan", sizes)
+    return [Variant("scan", 64), Variant("scan", 128), roles, *beside, *in_pieces[:NUM_PIECE_VARIANTS]]
 
 
 def schedule_of(variant: Variant) -> Schedule:
-    implementation, block_v, chunks_per_piece = variant
-    return Schedule(implementation, block_v, HOPPER_CHUNK_SIZE, "measured", chunks_per_piece)
+    implementation, block_v, *rest = variant
+    return Schedule(implementation, block_v, HOPPER_CHUNK_SIZE, "measured", *rest)
 
 
 def stages(arguments: ForwardArguments, variant: Variant) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -129,8 +131,9 @@ def measure(arguments: ForwardArguments, variant: Variant) -> dict:
         row["error"] = error(arguments, variant)
         if not row["error"] <= LARGEST_ERROR:
             return {**row, "failure": f"error {row['error']:.1e} is above {LARGEST_ERROR}"}
-        prepare, forward = stages(arguments, variant)
-        row["prepare_ms"], row["forward_ms"] = milliseconds(prepare), milliseconds(forward)
+        if not variant.prepare_programs:
+            prepare, forward = stages(arguments, variant)
+            row["prepare_ms"], row["forward_ms"] = milliseconds(prepare), milliseconds(forward)
         row["whole_ms"] = milliseconds(lambda: whole(arguments, variant))
     except Exception as failure:
         traceback.print_exc(limit=3)
@@ -142,7 +145,9 @@ def print_line(name: str, norms: bool, rows: list[dict], chosen: Variant) -> Non
     def time(row: dict, field: str) -> str:
         return f"{row[field]:.3f}" if field in row else "failed"
 
-    scan_64, scan_128, roles, *in_pieces = rows
+    scan_64, scan_128, roles, *rest = rows
+    in_pieces = [row for row in rest if row["chunks_per_piece"]]
+    beside = "".join(f"{row['prepare_programs']} {time(row, 'whole_ms')}" for row in rest if row["prepare_programs"])
     pieces = "  ".join(f"{row['chunks_per_piece']}/{row['block_v']} {time(row, 'forward_ms')}" for row in in_pieces)
     (taken,) = (row for row in rows if tuple(row[field] for field in Variant._fields) == chosen)
     columns = (
@@ -151,6 +156,7 @@ def print_line(name: str, norms: bool, rows: list[dict], chosen: Variant) -> Non
         f"scan128 {time(scan_128, 'forward_ms')}",
         f"roles{roles['block_v']} {time(roles, 'forward_ms')} ({time(roles, 'prepare_ms')})",
         f"pieces {pieces or '-'}",
+        f"beside {beside or '-'}",
         f"whole {time(taken, 'whole_ms')} of {'/'.join(map(str, chosen))}",
         f"errors up to {max((row['error'] for row in rows if 'error' in row), default=float('nan')):.1e}",
     )
@@ -172,7 +178,7 @@ def measure_all(
                 )
                 arguments = replace(arguments, use_qk_l2norm=norms)
                 schedule = pick(problem_of(arguments, False), hardware_of("cuda"))
-                chosen = Variant(schedule.implementation, schedule.block_v, schedule.chunks_per_piece)
+                chosen = Variant(*(getattr(schedule, field) for field in Variant._fields))
                 rows = [measure(arguments, variant) for variant in variants(arguments)]
             except Exception as failure:
                 traceback.print_exc()

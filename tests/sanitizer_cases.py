@@ -33,6 +33,7 @@ HOPPER = {
     "roles 32": PACKED,
     "scan 64": PACKED,
     "scan 128": {**PACKED, "use_qk_l2norm": True},
+    "scan 64 beside": {**PACKED, "use_qk_l2norm": True},
 }
 
 

@@ -54,7 +54,8 @@ def sanitize(*options, cases=()):
     if tool is None:
         pytest.skip("compute-sanitizer is not on PATH: it comes with CUDA")
     # Allocations of their own, or an access past a tensor stays inside torch's pool and goes unseen.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # And one kernel at a time: what spins on a barrier until another kernel has come on would fill racecheck's records.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_LAUNCH_BLOCKING": "1"}
     program = [sys.executable, "tests/sanitizer_cases.py", *cases]
     command = [tool, "--target-processes", "application-only", *options, *program]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -17,6 +17,7 @@ import triton
 from tilecrew.device import aot
 from tilecrew.device.launch import Launch
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare, kernel_states
+from tilecrew.gated_delta_rule.chunk_flags import Placement
 from tilecrew.testing import random_arguments
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -76,6 +77,13 @@ GATED = {
     "group 1, gates": (3, BF16, GATES),
 }
 
+# The same beside the scan.
+BESIDE = {
+    "normalised, group 4, gates": (12, BF16, {"use_qk_l2norm": True, **GATES}),
+    "group 2": (6, BF16, {}),
+    "group 1, packed": (3, BF16, VARLEN),
+}
+
 # (block of V, element, options). h takes blocks of 64.
 SCAN = {
     "V block 64": (64, BF16, {}),
@@ -87,6 +95,12 @@ SCAN = {
         {"use_qk_l2norm": True, "state_v_first": True, "output_h": True, **VARLEN, **STATES},
     ),
     "V block 64, normalised, packed, pieces": (64, BF16, {"use_qk_l2norm": True, "pieces": True, **VARLEN, **STATES}),
+    "V block 64, beside prepare": (64, BF16, {"beside": True}),
+    "V block 64, beside prepare, normalised, packed, V first, h": (
+        64,
+        BF16,
+        {"beside": True, "use_qk_l2norm": True, "state_v_first": True, "output_h": True, **VARLEN, **STATES},
+    ),
     "V block 128": (128, BF16, {}),
     "V block 128, normalised, states": (128, BF16, {"use_qk_l2norm": True, **STATES}),
     "V block 128, states, pieces": (128, BF16, {"pieces": True, **STATES}),
@@ -108,7 +122,14 @@ PIECE_ENDS = {
     "normalised, packed, states, tolerance": (1e-4, {"use_qk_l2norm": True, **VARLEN, **STATES}),
 }
 
-TABLES = {"prepare": PREPARE, "prepare gated": GATED, "roles": ROLES, "scan": SCAN, "states": PIECE_ENDS}
+TABLES = {
+    "prepare": PREPARE,
+    "prepare gated": GATED,
+    "prepare beside": BESIDE,
+    "roles": ROLES,
+    "scan": SCAN,
+    "states": PIECE_ENDS,
+}
 NAMES = [f"{kernel}: {name}" for kernel, cases in TABLES.items() for name in cases]
 
 # What versions of Triton that are not installed compile: every kernel with every block of V, element, group and option,
@@ -125,11 +146,15 @@ FEW = [
     "prepare gated: normalised, group 2, packed, many",
     "prepare gated: group 4, packed, many",
     "prepare gated: group 1, gates",
+    "prepare beside: normalised, group 4, gates",
+    "prepare beside: group 2",
+    "prepare beside: group 1, packed",
     "roles: V block 128, normalised, packed, V first, h",
     "roles: V block 128, packed, pieces",
     "roles: V block 64",
     "roles: V block 32, float16, normalised, packed, V first, pieces",
     "scan: V block 64, normalised, packed, V first, h",
+    "scan: V block 64, beside prepare, normalised, packed, V first, h",
     "scan: V block 128",
     "scan: V block 128, normalised, packed, pieces",
     "states: plain",
@@ -162,12 +187,18 @@ def make_launch(name: str) -> Launch:
         allocate = kernel_prepare.allocate_gated if is_gated else kernel_prepare.allocate
         with mock.patch.object(kernel_prepare, "MANY_PROGRAMS", many):
             return kernel_prepare.launch(arguments, allocate(arguments), torch.empty_like(arguments.v))
+    if kernel == "prepare beside":
+        arguments = arguments_of(*BESIDE[configuration])
+        prepared = kernel_prepare.allocate_beside(arguments)
+        return kernel_prepare.launch(arguments, prepared, torch.empty_like(arguments.v), Placement(100, 64, 132))
     if kernel == "scan":
         block_v, dtype, options = SCAN[configuration]
         options = dict(options)
+        is_beside = options.pop("beside", False)
         pieces = torch.tensor([[0, 0, 1]], dtype=torch.int32) if options.pop("pieces", False) else None
         arguments = arguments_of(6, dtype, options)
-        prepared = kernel_prepare.allocate_gated(arguments)
+        allocate = kernel_prepare.allocate_beside if is_beside else kernel_prepare.allocate_gated
+        prepared = allocate(arguments)
         result = kernel_forward_roles.allocate_result(arguments)
         return kernel_forward_scan.launch(arguments, prepared, result, block_v, pieces)
     if kernel == "states":

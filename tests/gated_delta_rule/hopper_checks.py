@@ -13,8 +13,9 @@ from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.schedule import Schedule
 from tilecrew.testing import as_float64
 
-# Each with its block of V.
-KERNELS = ("roles 128", "roles 64", "roles 32", "scan 64", "scan 128")
+# Each with its block of V; "beside": with the prepare kernel at the same time.
+KERNELS = ("roles 128", "roles 64", "roles 32", "scan 64", "scan 128", "scan 64 beside")
+PREPARE_PROGRAMS = 7  # so that each makes several chunks
 EVERYTHING = {"with_initial_state": True, "output_final_state": True, "output_h": True}
 
 
@@ -24,6 +25,10 @@ def is_scan(kernel: str) -> bool:
 
 def block_of(kernel: str) -> int:
     return int(kernel.split()[1])
+
+
+def is_beside(kernel: str) -> bool:
+    return kernel.endswith(" beside")
 
 
 def has_h(kernel: str) -> bool:
@@ -37,7 +42,9 @@ def run_kernel(arguments: ForwardArguments, kernel: str) -> ForwardResult:
 
     arguments = for_kernel(arguments, kernel)
     module = kernel_forward_scan if is_scan(kernel) else kernel_forward_roles
-    return module.forward(arguments, Schedule(kernel.split()[0], block_of(kernel), 64, "test"))
+    prepare_programs = PREPARE_PROGRAMS if is_beside(kernel) else 0
+    schedule = Schedule(kernel.split()[0], block_of(kernel), 64, "test", prepare_programs=prepare_programs)
+    return module.forward(arguments, schedule)
 
 
 def for_kernel(arguments: ForwardArguments, kernel: str) -> ForwardArguments:
@@ -62,17 +69,30 @@ def run_pieces(arguments: ForwardArguments, kernel: str, pieces: list[tuple[int,
     return result
 
 
+def prepare_launch(arguments: ForwardArguments, kernel: str, o: torch.Tensor, num_sms: int = 132):
+    """Workspace for a kernel, and the launch of the prepare kernel that fills it."""
+    from tilecrew.gated_delta_rule import kernel_prepare
+    from tilecrew.gated_delta_rule.chunk_flags import Placement
+
+    if is_beside(kernel):
+        prepared = kernel_prepare.allocate_beside(arguments)
+        placement = Placement(min(PREPARE_PROGRAMS, num_sms - 1), 1, num_sms)
+        return prepared, kernel_prepare.launch(arguments, prepared, o, placement)
+    prepared = (kernel_prepare.allocate_gated if is_scan(kernel) else kernel_prepare.allocate)(arguments)
+    return prepared, kernel_prepare.launch(arguments, prepared, o)
+
+
 def run_with_nan_in_shared_memory(arguments: ForwardArguments, kernel: str) -> ForwardResult:
-    """As `run_kernel`, with NaN left in all shared memory before each of the two launches."""
-    from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
+    """As `run_kernel`, with NaN left in all shared memory before each of the two launches, which run one after the
+    other then."""
+    from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan
 
     arguments = for_kernel(arguments, kernel)
     result = kernel_forward_roles.allocate_result(arguments)
-    allocate = kernel_prepare.allocate_gated if is_scan(kernel) else kernel_prepare.allocate
     module = kernel_forward_scan if is_scan(kernel) else kernel_forward_roles
-    prepared = allocate(arguments)
+    prepared, launch = prepare_launch(arguments, kernel, result.o)
     fill_with_nan()
-    kernel_prepare.launch(arguments, prepared, result.o).run()
+    launch.run()
     fill_with_nan()
     module.launch(arguments, prepared, result, block_of(kernel)).run()
     return result

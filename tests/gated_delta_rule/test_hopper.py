@@ -27,6 +27,7 @@ from tests.gated_delta_rule.kernel_checks import (
 from tests.gated_delta_rule.yardsticks import rounded_chunks
 from tilecrew import chunk_gated_delta_rule, explain_chunk_gated_delta_rule
 from tilecrew.gated_delta_rule import reference
+from tilecrew.gated_delta_rule.schedule import Schedule
 from tilecrew.testing import as_float64, random_arguments, relative_error
 
 pytestmark = [
@@ -263,6 +264,64 @@ def test_blocks_of_the_scan_give_the_same_bits(lengths, normalise):
     assert_same_bits(run_kernel(arguments, "scan 128"), run_kernel(arguments, "scan 64"))
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+@pytest.mark.parametrize("lengths", [None, [300, 1, 200]], ids=["batch", "packed"])
+def test_prepare_beside_the_scan_gives_the_same_bits(lengths, ratio, normalise):
+    gates = {"A_log": torch.randn(2 * ratio).cuda(), "use_beta_sigmoid": True}
+    arguments = problem(3, 300, 2, 2 * ratio, lengths=lengths, use_qk_l2norm=normalise, **gates)
+    assert_same_bits(run_kernel(arguments, "scan 64 beside"), run_kernel(arguments, "scan 64"))
+
+
+@pytest.mark.parametrize("num_programs", [1, 5, 124, 372])
+def test_any_number_of_programs_beside_the_scan(num_programs):
+    from tilecrew.gated_delta_rule import kernel_forward_scan
+
+    arguments = problem(1, 2000)
+    expected = run_kernel(arguments, "scan 64")
+    schedule = Schedule("scan", 64, 64, "test", prepare_programs=num_programs)
+    for _ in range(20):
+        assert_same_bits(kernel_forward_scan.forward(arguments, schedule), expected)
+
+
+def test_prepare_beside_the_scan_while_others_fill_the_gpu():
+    """A large product on another stream: where programs land, and when, changes nothing."""
+    arguments = problem(1, 4096, 16, 32, with_initial_state=False, output_h=False)
+    expected = run_kernel(arguments, "scan 64")
+    x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    other = torch.cuda.Stream()
+    for _ in range(20):
+        with torch.cuda.stream(other):
+            x @ x
+        assert_same_bits(run_kernel(arguments, "scan 64 beside"), expected)
+    other.synchronize()
+
+
+def test_the_schedule_puts_prepare_beside_the_scan():
+    """Through the public function: first call, plan, and graph, with other values."""
+    arguments = problem(1, 1000, 16, 32, output_h=False, with_initial_state=False)
+    inputs = (arguments.q, arguments.k, arguments.v, arguments.g, arguments.beta)
+    options = {"output_final_state": True}
+    assert explain_chunk_gated_delta_rule(*inputs, **options).prepare_programs > 0
+    expected = run_kernel(arguments, "scan 64")
+    for _ in range(4):
+        o, final_state = chunk_gated_delta_rule(*inputs, **options)
+        assert torch.equal(o, expected.o)
+        assert torch.equal(final_state, expected.final_state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, final_state = chunk_gated_delta_rule(*inputs, **options)
+    for seed in range(1, 12):
+        other = problem(1, 1000, 16, 32, seed=seed)
+        for name in ("q", "k", "v", "g", "beta"):
+            getattr(arguments, name).copy_(getattr(other, name))
+        expected = run_kernel(arguments, "scan 64")
+        o.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(o, expected.o)
+        assert torch.equal(final_state, expected.final_state)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("normalise", [False, True])
 def test_hundred_runs_give_the_same_bits(normalise, kernel):
@@ -359,7 +418,8 @@ def test_public_function(lengths, dtype):
     chosen = schedule.implementation
     assert chosen == ("scan" if dtype == torch.bfloat16 else "roles")
     roles_block = explain_chunk_gated_delta_rule(**inputs, **options, implementation="roles").block_v
-    kernels = {chosen: f"{chosen} {schedule.block_v}", "roles": f"roles {roles_block}"}
+    beside = " beside" if schedule.prepare_programs else ""
+    kernels = {chosen: f"{chosen} {schedule.block_v}{beside}", "roles": f"roles {roles_block}"}
     for implementation in (None, chosen, "roles"):
         expected = run_kernel(arguments, kernels[implementation or chosen])
         results = chunk_gated_delta_rule(**inputs, **options, implementation=implementation)

@@ -269,3 +269,32 @@ def test_hundred_runs_give_the_same_bits(for_scan, normalise):
             if name == "gates":
                 actual, expected = actual[:, :, :num_rows], expected[:, :, :num_rows]
             assert torch.equal(actual, expected), name
+
+
+@BOTH
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+@pytest.mark.parametrize("lengths", [None, [1, 64, 0, 65, 129, 300]], ids=["batch", "packed"])
+def test_beside_the_scan(lengths, ratio, normalise):
+    """The same bits as before the scan, P_g of every value head in place of the scores, and all flags raised."""
+    from tests.gated_delta_rule.hopper_checks import PREPARE_PROGRAMS, prepare_launch
+    from tilecrew.gated_delta_rule.chunk_blocks import whole_matrices
+    from tilecrew.gated_delta_rule.chunk_flags import FIRST_FLAG
+
+    options = {"lengths": lengths, "tail": 150} if lengths else {}
+    arguments = problem(2, 300, 3, 3 * ratio, use_qk_l2norm=normalise, **options)
+    expected, o = run_prepare(arguments, for_scan=True)
+    again = torch.full_like(o, float("nan"))
+    actual, launch = prepare_launch(arguments, "scan 64 beside", again)
+    launch.run()
+    slots = [slot for slot, _, _ in chunks_of(arguments)]
+    assert torch.equal(again.nan_to_num(7.0), o.nan_to_num(7.0))
+    for name in ("inverse", "factors"):
+        assert torch.equal(getattr(actual, name)[slots], getattr(expected, name)[slots]), name
+    scores = whole_matrices(expected.scores[slots]).float().repeat_interleave(ratio, 1)
+    g = expected.factors[slots][:, :, 0]
+    decay = (g[..., :, None] - g[..., None, :]).tril().exp2()
+    attention = whole_matrices(actual.attention[slots]).float()
+    torch.testing.assert_close(attention, (scores * decay).tril(), rtol=2**-8, atol=1e-7)
+    tickets = actual.tickets.tolist()
+    assert tickets[FIRST_FLAG.value :] == (len(tickets) - FIRST_FLAG.value) * [1]
+    assert tickets[1] >= PREPARE_PROGRAMS

@@ -114,7 +114,7 @@ def test_limits_on_an_h200(changes, expected, reason):
 def test_block_v_of_the_roles_kernel(num_sequences, num_value_heads, expected):
     """The widths that were fastest on an H200 in measurements of these grids, and the edges of a wave."""
     problem = replace(USUAL, num_sequences=num_sequences, num_value_heads=num_value_heads)
-    assert hopper_variant("roles", problem, H200.num_sms) == ("roles", expected, 0)
+    assert hopper_variant("roles", problem, H200.num_sms) == ("roles", expected, 0, 0)
     if num_sequences:
         assert pick(problem, H200, "roles").block_v == expected
 
@@ -128,7 +128,7 @@ def measured_beside_estimates(file):
     record = json.loads((ROOT / "bench" / "results" / file).read_text(encoding="utf-8"))
     measured = {}
     for row in record["rows"]:
-        variant = hopper_times.Variant(row["implementation"], row["block_v"], row.get("chunks_per_piece", 0))
+        variant = hopper_times.Variant(*(row.get(field, 0) for field in hopper_times.Variant._fields))
         measured.setdefault((row["problem"], row["norms"]), {})[variant] = row["whole_ms"]
     for (name, norms), times in measured.items():
         batch, num_tokens, num_heads, num_value_heads = map(int, re.findall(r"\d+", name))
@@ -155,6 +155,45 @@ def test_the_choice_for_problems_that_estimates_were_not_fitted_to():
     assert len(ratios) >= 24
     assert sum(ratio <= 1.05 for ratio in ratios.values()) >= 0.95 * len(ratios), ratios
     assert max(ratios.values()) <= 1.1, ratios
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_beside"),
+    [
+        (sized(1, 8192, 16, 32), True),
+        (sized(1, 1024, 16, 32), True),
+        (sized(2, 4096, 8, 16), True),
+        (sized(1, 8192, 10, 40), True),
+        (sized(1, 8192, 16, 32, output_h=True, has_initial_state=True), True),
+        (sized(1, 256, 16, 32), False),  # prepare takes no time that could be hidden
+        (sized(1, 8192, 12, 48), False),  # it would not keep pace
+        (sized(1, 8192, 16, 64), False),
+        (sized(4, 8192, 16, 32), False),
+        (sized(1, 8192, 2, 8), False),  # pieces are faster
+        (sized(1, 8192, 16, 32, batch_invariant=True), False),
+        (replace(sized(1, 8192, 16, 32), num_sequences=2), False),  # packed: any lengths
+    ],
+)
+def test_when_prepare_runs_beside_the_scan(problem, is_beside):
+    schedule = pick(problem, H200)
+    assert (schedule.prepare_programs > 0) == is_beside
+    if is_beside:
+        num_left = H200.num_sms - 2 * problem.num_sequences * problem.num_value_heads
+        assert schedule.prepare_programs <= 2 * num_left
+        assert f"beside {schedule.prepare_programs} programs of prepare" in str(schedule)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 8), (3, 9), (8, 16), (16, 32), (10, 40), (16, 64), (16, 65)], ids=str)
+@pytest.mark.parametrize("num_sequences", [1, 2, 5])
+def test_programs_beside_the_scan_fit_where_it_leaves_room(num_sequences, heads):
+    num_heads, num_value_heads = heads
+    sizes = hopper_times.Sizes(num_sequences, 4096, num_heads, num_value_heads, H200.num_sms)
+    num_left = H200.num_sms - 2 * num_sequences * num_value_heads
+    variants = list(hopper_times.beside_variants("scan", sizes))
+    assert len(variants) == (num_left > 0)
+    for variant in variants:
+        assert 0 < variant.prepare_programs <= 2 * num_left
+    assert not list(hopper_times.beside_variants("scan", replace(sizes, is_packed=True)))
 
 
 # Milliseconds of the scan kernel alone on an H200, by block of V.

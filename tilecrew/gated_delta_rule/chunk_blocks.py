@@ -64,7 +64,7 @@ def load_lower(desc, index, full, blocks, matrix):
 
 
 @gluon.jit
-def store_lower(desc, index, blocks):
-    """TMA of three blocks of the one matrix in `blocks`."""
+def store_lower(desc, index, blocks, matrix):
+    """TMA of three blocks of one matrix in shared memory to number `index` in global memory."""
     for block in gl.static_range(NUM_BLOCKS):
-        tma_store(desc, [index, block * BLOCK, 0], blocks.index(PLACES[block]))
+        tma_store(desc, [index, block * BLOCK, 0], blocks.index(4 * matrix + PLACES[block]))

@@ -14,7 +14,7 @@ class ScanTiles:
     """Shared memory.
 
     query, key, value, gated_inverse, factors   a stage each of the ring `inputs`
-    attention                                   the same; scale P lands there, and P_g takes its place
+    attention                                   the same; scale P lands there, and P_g takes its place, or lands itself
     output                                      O
     state                                       S, where h is asked for
     """
@@ -87,10 +87,11 @@ class ScanCrew:
 
     inputs        released by the scan role when it has finished the chunk, which also tells the store role that O is
                   written: one arrival for two purposes
-    gated         [stages]: P_g has taken the place of scale P, and values behind the end are zeros
+    gated         [stages]: P_g has taken the place of scale P, and values behind the end are zeros; not beside prepare
     output_free   O is stored
     state         S, for h
     key_tail      one arrival, used once: the keys of a partial chunk have landed
+    value_tail    the same of its values, where the role that loads them writes zeros behind the end
     """
 
     inputs: Ring
@@ -98,30 +99,36 @@ class ScanCrew:
     output_free: gl.shared_memory_descriptor
     state: Handoff
     key_tail: gl.shared_memory_descriptor
+    value_tail: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, inputs, gated, output_free, state, key_tail):
+    def __init__(self, inputs, gated, output_free, state, key_tail, value_tail):
         self.inputs, self.gated, self.output_free = inputs, gated, output_free
-        self.state, self.key_tail = state, key_tail
+        self.state, self.key_tail, self.value_tail = state, key_tail, value_tail
 
     @gluon.jit
     def create(config: gl.constexpr):
         NUM_LOAD_ROLES: gl.constexpr = 3  # load_query_key, load_value, load_prepared
         STAGES: gl.constexpr = config.num_stages
-        # Each of its own: the compiler puts a barrier between two waits on what it takes for one piece of memory.
-        gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        # Each of its own: the compiler puts a barrier between two waits on what it takes for one piece of memory. What
+        # nobody uses has none: they would lie where the compiler then puts something else.
         output_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         key_tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(gated.index(stage), count=1)
         mbarrier.init(output_free, count=1)
         mbarrier.init(key_tail, count=1)
         inputs = Ring.create(config.num_stages, NUM_LOAD_ROLES, 1)
-        # Without h nobody uses `state`: barriers of its own would lie where the compiler then puts something else.
+        gated, value_tail = key_tail, key_tail
+        if config.beside_prepare:
+            value_tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            mbarrier.init(value_tail, count=1)
+        else:
+            gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            for stage in gl.static_range(STAGES):
+                mbarrier.init(gated.index(stage), count=1)
         state = Handoff(Signal(output_free), output_free)
         if config.store_h:
             state = Handoff.create(1)
-        return ScanCrew(inputs, gated, output_free, state, key_tail)
+        return ScanCrew(inputs, gated, output_free, state, key_tail, value_tail)
 
     @gluon.jit
     def publish_attention(self, step):

@@ -1,12 +1,14 @@
 """How long the Hopper forwards take, estimated from sizes: what schedules compare. Pure Python on ints and strings.
 
     whole       prepare kernel + the scan or the roles, one CTA an SM: a start, and the chunks of each wave of CTAs
+    beside      the prepare kernel on SMs that the scan leaves alone, while that runs: the slower of both, by chunks
     in pieces   prepare + table + states, in waves + combine, piece by piece + the scan over the pieces, in waves
 
 All constants are in one place, below. They are fitted to measurements on an H200 (bench/forward_kernels.py,
 bench/context_parallel.py).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,11 +52,20 @@ WAVES = {
 CROWDED = 0.75  # a share of the SMs
 # By implementation, and whether the call normalises.
 PREPARE = {
-    ("scan", False): PrepareTimes(13.0, 7.4, 2.8),
-    ("scan", True): PrepareTimes(13.0, 7.4, 2.8),
+    ("scan", False): PrepareTimes(7.0, 7.4, 2.8),
+    ("scan", True): PrepareTimes(7.0, 7.4, 2.8),
     ("roles", False): PrepareTimes(10.2, 4.9, 6.9),
     ("roles", True): PrepareTimes(13.7, 8.7, 2.9),
 }
+# The scan of 64 values beside the prepare kernel, whose P_g spares it the attention role.
+BESIDE = WaveTimes(16.0, 0.0, 1.0, 1.0)
+# Of one program of kernel_prepare there, for a chunk: alone on its SM, and more for each value head; both by so much
+# more where two share an SM. Three are hardly faster. Programs beyond what keeps pace with the scan only get in its way
+# to the memory: 15 % more of them cost up to 4 %.
+PROGRAM_MICROSECONDS = 3.3
+VALUE_HEAD_MICROSECONDS = {True: 1.05, False: 1.3}  # by whether the call normalises; without it they look for long keys
+SHARED_SM = 1.3
+RESERVE = 1.06
 # Of context parallelism.
 STATES = WaveTimes(6.0, 3.0, 0.88, 0.88)
 TABLE_MICROSECONDS = 3.0
@@ -70,7 +81,8 @@ MIN_GAIN = 0.1
 @dataclass(frozen=True)
 class Sizes:
     """What the times follow from. num_tokens: of each sequence; those of a packed batch count as equally long, because
-    their lengths are on the device. needs_h: the call returns the states before chunks."""
+    their lengths are on the device. is_packed: there are several, of any lengths. needs_h: the call returns the states
+    before chunks."""
 
     num_sequences: int
     num_tokens: int
@@ -80,25 +92,34 @@ class Sizes:
     normalises: bool = False
     needs_h: bool = False
     has_initial_state: bool = False
+    is_packed: bool = False
 
     @property
     def num_chunks(self) -> int:
         """Of each sequence."""
         return -(-self.num_tokens // CHUNK_SIZE)
 
+    @property
+    def head_group(self) -> int:
+        """Value heads of one program of kernel_prepare."""
+        return next(size for size in (4, 2, 1) if self.num_value_heads // self.num_heads % size == 0)
+
 
 class Variant(NamedTuple):
-    """A way to run the forward: the kernel, the values of a CTA, and the chunks of a piece (0: whole sequences)."""
+    """A way to run the forward: the kernel, the values of a CTA, the chunks of a piece (0: whole sequences), and the
+    programs of kernel_prepare that run beside the scan (0: they run before it)."""
 
     implementation: str
     block_v: int
     chunks_per_piece: int = 0
+    prepare_programs: int = 0
 
 
 def fastest(implementation: str, sizes: Sizes) -> Variant:
     """The variant with the least estimated time; of equals the widest block, which reads the least, and no pieces
     unless they gain MIN_GAIN."""
-    best = min(whole_variants(implementation, sizes), key=lambda variant: microseconds(variant, sizes))
+    whole = [*whole_variants(implementation, sizes), *beside_variants(implementation, sizes)]
+    best = min(whole, key=lambda variant: microseconds(variant, sizes))
     in_pieces = list(piece_variants(implementation, sizes))
     if not in_pieces:
         return best
@@ -112,6 +133,19 @@ def whole_variants(implementation: str, sizes: Sizes) -> Iterator[Variant]:
     for name, block_v in WAVES:
         if name == implementation and block_v in blocks_of(implementation, sizes.needs_h):
             yield Variant(implementation, block_v)
+
+
+def beside_variants(implementation: str, sizes: Sizes) -> Iterator[Variant]:
+    """The scan with kernel_prepare beside it, where it leaves SMs alone: with as many programs as keep pace with it, or
+    as there can be. None for packed sequences, whose first chunks would not be the first to be prepared."""
+    num_left = sizes.num_sms - sizes.num_sequences * sizes.num_value_heads * (DIM // 64)
+    if implementation != "scan" or sizes.is_packed or num_left <= 0 or sizes.num_sequences == 0:
+        return
+    for per_sm in (1, 2):
+        wanted = math.ceil(RESERVE * _programs_per_chunk(sizes) * _program_microseconds(sizes, per_sm) / BESIDE.chunk)
+        if wanted <= num_left * per_sm or per_sm == 2:
+            yield Variant(implementation, 64, 0, min(max(wanted, num_left * (per_sm - 1) + 1), num_left * per_sm))
+            return
 
 
 def piece_variants(implementation: str, sizes: Sizes) -> Iterator[Variant]:
@@ -137,6 +171,8 @@ def blocks_of(implementation: str, needs_h: bool) -> tuple[int, ...]:
 
 def microseconds(variant: Variant, sizes: Sizes) -> float:
     """The estimated time of a forward, from inputs to outputs."""
+    if variant.prepare_programs:
+        return BESIDE.start + sizes.num_chunks * _beside_chunk(variant.prepare_programs, sizes)
     waves = WAVES[variant.implementation, variant.block_v]
     prepare = _prepare(PREPARE[variant.implementation, sizes.normalises], sizes)
     if variant.chunks_per_piece == 0:
@@ -146,6 +182,24 @@ def microseconds(variant: Variant, sizes: Sizes) -> float:
     num_ctas = plan.num_scan_ctas(sizes.num_value_heads, variant.block_v)
     scan = _waves(waves, num_ctas, variant.chunks_per_piece, sizes.num_sms)
     return prepare + _input_states(plan, sizes) + scan
+
+
+def _programs_per_chunk(sizes: Sizes) -> int:
+    """Of kernel_prepare, for one chunk of all sequences."""
+    return sizes.num_sequences * sizes.num_value_heads // sizes.head_group
+
+
+def _program_microseconds(sizes: Sizes, per_sm: int) -> float:
+    alone = PROGRAM_MICROSECONDS + VALUE_HEAD_MICROSECONDS[sizes.normalises] * sizes.head_group
+    return alone * (SHARED_SM if per_sm > 1 else 1)
+
+
+def _beside_chunk(num_programs: int, sizes: Sizes) -> float:
+    """Microseconds from one chunk to the next: the scan's, or those in which so many programs prepare one of each
+    sequence."""
+    num_left = sizes.num_sms - sizes.num_sequences * sizes.num_value_heads * (DIM // 64)
+    program = _program_microseconds(sizes, -(-num_programs // num_left))
+    return max(BESIDE.chunk, _programs_per_chunk(sizes) * program / num_programs)
 
 
 def _input_states(plan: PiecePlan, sizes: Sizes) -> float:

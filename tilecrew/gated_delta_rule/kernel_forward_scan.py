@@ -22,12 +22,17 @@ Roles                 64 values:            128 values:           job
     load_prepared       1        48           1        32         TMA of A_g, scale Q K^T and the factors
     store               1        48           1        32         TMA of O and of S (the optional output h)
 
+Beside kernel_prepare (64 values; chunk_flags) that makes P_g, on multiprocessors that the scan leaves alone. There is
+no attention role then: load_prepared waits for the flag of a chunk and brings its P_g, load_value writes the zeros
+behind the end of V.
+
 Ring            producers -> consumers                       full by            empty by    bytes x stages
     inputs      load_query_key, load_value, load_prepared    3 arrivals + TMA   scan        57 KiB x 3
                 -> attention, scan                                                          (128 values: 65 KiB x 3)
 
 Hand-offs       producer -> consumers                        ready when written         free when
     gated       attention -> scan (a barrier a stage)        P_g, zeros in V            implied by inputs' empty
+    flags       kernel_prepare -> load_prepared (beside)     all of the chunk           never: one for each chunk
     output      scan -> store                                O: told by inputs' empty   O stored
     state       scan -> store (h only, of 64 values)         S before the chunk         S stored
 
@@ -50,6 +55,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilecrew._hardware import hardware_of
 from tilecrew.device.compat import (
     barrier,
     fence_async_shared,
@@ -71,6 +77,7 @@ from tilecrew.device.triangular import causal
 from tilecrew.gated_delta_rule import kernel_prepare
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.chunk_blocks import NUM_BLOCKS, block_descriptor, clear_top_right, load_lower, matrix_of
+from tilecrew.gated_delta_rule.chunk_flags import FIRST_FLAG, Placement, wait_until_prepared
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS
 from tilecrew.gated_delta_rule.chunk_state import load_state, state_pointer, store_state
 from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
@@ -96,6 +103,8 @@ class ScanConfig:
     normalise: bool
     varlen: bool
     has_pieces: bool
+    beside_prepare: bool
+    head_group: int
     has_initial_state: bool
     store_final_state: bool
     store_h: bool
@@ -109,6 +118,9 @@ class ScanConfig:
 def forward(arguments: ForwardArguments, schedule: Schedule) -> ForwardResult:
     """Outputs and states on the current stream: the prepare kernel, then the scan. See ForwardArguments for shapes."""
     result = allocate_result(arguments)
+    if schedule.prepare_programs:
+        run_beside(arguments, schedule, result)
+        return result
     prepared = kernel_prepare.run_gated(arguments, result.o)
     run_prepared(arguments, schedule, prepared, result)
     return result
@@ -129,6 +141,16 @@ def run_prepared(arguments: ForwardArguments, schedule: Schedule, prepared: Prep
     launch(arguments, prepared, result, schedule.block_v, pieces).run()
 
 
+def run_beside(arguments: ForwardArguments, schedule: Schedule, result: ForwardResult) -> None:
+    """The prepare kernel and the scan at the same time (chunk_flags)."""
+    num_sms = hardware_of(arguments.q.device).num_sms
+    num_ctas = arguments.num_sequences * arguments.v.shape[2] * (DIM.value // schedule.block_v)
+    placement = Placement(schedule.prepare_programs, min(num_ctas, num_sms - 1), num_sms)
+    prepared = kernel_prepare.allocate_beside(arguments)
+    kernel_prepare.launch(arguments, prepared, result.o, placement).run()
+    launch(arguments, prepared, result, schedule.block_v).run()
+
+
 def launch(
     arguments: ForwardArguments,
     prepared: Prepared,
@@ -138,13 +160,15 @@ def launch(
 ) -> Launch:
     """The launch of this kernel; `pieces` as in kernel_forward_roles.launch."""
     q, v = arguments.q, arguments.v
-    num_value_heads = v.shape[2]
+    num_value_heads, beside_prepare = v.shape[2], prepared.attention is not None
     config = ScanConfig(
         num_value_heads=num_value_heads,
         value_heads_per_head=num_value_heads // q.shape[2],
         normalise=arguments.use_qk_l2norm,
         varlen=arguments.cu_seqlens is not None,
         has_pieces=pieces is not None,
+        beside_prepare=beside_prepare,
+        head_group=kernel_prepare.head_group_of(arguments),
         has_initial_state=arguments.initial_state is not None,
         store_final_state=result.final_state is not None,
         store_h=result.h is not None,
@@ -160,17 +184,20 @@ def launch(
         token_descriptor(arguments.k, 128),
         token_descriptor(v, block_v),
         block_descriptor(prepared.inverse),
-        block_descriptor(prepared.scores),
+        block_descriptor(prepared.attention if beside_prepare else prepared.scores),
         matrix_descriptor(prepared.factors, 4, 64),
         token_descriptor(result.o, block_v),
         matrix_descriptor(h, 128, block_v),
         Pointers(result.o, arguments.initial_state, result.final_state, arguments.cu_seqlens, pieces),
+        prepared.tickets,
         config,
     )
     num_pieces = arguments.num_sequences if pieces is None else pieces.shape[0]
     num_programs = num_pieces * num_value_heads * (v.shape[3] // block_v)
     scan_warps = block_v // 16
-    entry_registers = 65_536 // (32 * (scan_warps + 8)) // 8 * 8  # before the roles re-divide them
+    entry_registers = (
+        65_536 // (32 * (scan_warps + (4 if beside_prepare else 8))) // 8 * 8
+    )  # before roles re-divide them
     # It may start while the kernel before ends: the roles that read what that wrote wait for it.
     options = {"num_warps": scan_warps, "maxnreg": entry_registers, "launch_pdl": True}
     return Launch(forward_scan_kernel, num_programs, args, options)
@@ -187,6 +214,7 @@ def forward_scan_kernel(
     o_desc,
     h_desc,
     pointers,
+    tickets,
     config: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -215,22 +243,37 @@ def forward_scan_kernel(
     KEY_STRIDE: gl.constexpr = 1 if config.state_v_first else DIM
     S = gl.zeros([BLOCK_V, DIM], gl.float32, accumulator_layout(DIM, num_warps))
     if config.has_initial_state:
-        wait_for_kernel_before()
+        if not config.beside_prepare:  # else the kernel before did not make it, and has not ended
+            wait_for_kernel_before()
         first = state_pointer(pointers.initial_state, walk.piece, walk, config)
         S = load_state(first, BLOCK_V, DIM, KEY_STRIDE, VALUE_STRIDE)
     COPY: gl.constexpr = config.copy_registers
-    results = gl.warp_specialize(
-        [
-            (scan_role, (tiles, crew, walk, S, config)),
-            (attention_role, (tiles, crew, walk, config)),
-            (load_query_key_role, (tiles, crew, walk, q_desc, k_desc, config)),
-            (load_value_role, (tiles, crew, walk, v_desc, config)),
-            (load_prepared_role, (tiles, crew, walk, (inverse_desc, scores_desc, factors_desc), config)),
-            (store_role, (tiles, crew, walk, o_desc, h_desc, output_pointer, config)),
-        ],
-        [4, 1, 1, 1, 1],
-        [config.attention_registers, COPY, COPY, COPY, COPY],
-    )
+    prepared_descs = (inverse_desc, scores_desc, factors_desc)
+    if config.beside_prepare:  # which makes P_g
+        results = gl.warp_specialize(
+            [
+                (scan_role, (tiles, crew, walk, S, config)),
+                (load_query_key_role, (tiles, crew, walk, q_desc, k_desc, config)),
+                (load_value_role, (tiles, crew, walk, v_desc, config)),
+                (load_prepared_role, (tiles, crew, walk, prepared_descs, tickets, config)),
+                (store_role, (tiles, crew, walk, o_desc, h_desc, output_pointer, config)),
+            ],
+            [1, 1, 1, 1],
+            [COPY, COPY, COPY, COPY],
+        )
+    else:
+        results = gl.warp_specialize(
+            [
+                (scan_role, (tiles, crew, walk, S, config)),
+                (attention_role, (tiles, crew, walk, config)),
+                (load_query_key_role, (tiles, crew, walk, q_desc, k_desc, config)),
+                (load_value_role, (tiles, crew, walk, v_desc, config)),
+                (load_prepared_role, (tiles, crew, walk, prepared_descs, tickets, config)),
+                (store_role, (tiles, crew, walk, o_desc, h_desc, output_pointer, config)),
+            ],
+            [4, 1, 1, 1, 1],
+            [config.attention_registers, COPY, COPY, COPY, COPY],
+        )
     if config.store_final_state:
         if walk.ends_sequence == 1:
             first = state_pointer(pointers.final_state, walk.sequence, walk, config)
@@ -259,7 +302,8 @@ def scan_role(tiles, crew, walk, S, config: gl.constexpr):
         U = gl.zeros([BLOCK_V, CHUNK], gl.float32, square)
         U = warpgroup_mma(state, key.permute((1, 0)), U, use_acc=False, is_async=True)
         switch_scope("scan", "U", "wait P_g")
-        crew.wait_attention(i)
+        if not config.beside_prepare:
+            crew.wait_attention(i)
         switch_scope("scan", "wait P_g", "W")
         factors = tiles.factor_vectors(stage)
         V = tiles.value_matrix(stage).permute((1, 0)).load(square).to(gl.float32)
@@ -359,19 +403,35 @@ def load_value_role(tiles, crew, walk, v_desc, config: gl.constexpr):
         switch_scope("load_value", None, "wait empty")
         full = crew.inputs.acquire(i)
         switch_scope("load_value", "wait empty", "issue")
-        mbarrier.expect(full, v_desc.block_type.nbytes)
         coordinates = [walk.batch, walk.token(i), walk.head, walk.value_offset]
-        tma_load(v_desc, coordinates, full, tiles.value.index(crew.inputs.stage(i)))
+        value = tiles.value.index(crew.inputs.stage(i))
+        if config.beside_prepare and walk.tokens_left(i) < CHUNK:
+            # What follows belongs to a neighbour, and S would meet it: zero times NaN is NaN.
+            mbarrier.expect(crew.value_tail, v_desc.block_type.nbytes)
+            tma_load(v_desc, coordinates, crew.value_tail, value)
+            mbarrier.wait(crew.value_tail, 0)
+            zero_rows(tiles.value_matrix(crew.inputs.stage(i)), walk.tokens_left(i))
+            barrier()
+            mbarrier.arrive(full, count=1)
+        else:
+            mbarrier.expect(full, v_desc.block_type.nbytes)
+            tma_load(v_desc, coordinates, full, value)
         switch_scope("load_value", "issue", None)
 
 
 @gluon.jit
-def load_prepared_role(tiles, crew, walk, descs, config: gl.constexpr):
+def load_prepared_role(tiles, crew, walk, descs, tickets, config: gl.constexpr):
     inverse_desc, scores_desc, factors_desc = descs
-    NUM_HEADS: gl.constexpr = config.num_value_heads // config.value_heads_per_head
-    head = walk.head // config.value_heads_per_head
-    wait_for_kernel_before()
+    # Of rows of Q K^T, scale Q K^T has one for a key head, P_g one for a value head.
+    NUM_ROWS: gl.constexpr = config.num_value_heads // (1 if config.beside_prepare else config.value_heads_per_head)
+    of_scores = walk.head // (config.num_value_heads // NUM_ROWS)
+    NUM_GROUPS: gl.constexpr = config.num_value_heads // config.head_group
+    group = walk.head // config.head_group
+    if not config.beside_prepare:
+        wait_for_kernel_before()
     for i in range(walk.num_chunks):
+        if config.beside_prepare:  # in front of the other wait, which is longer as a rule
+            wait_until_prepared(tickets + FIRST_FLAG + (walk.first_slot + i) * NUM_GROUPS + group)
         switch_scope("load_prepared", None, "wait empty")
         full = crew.inputs.acquire(i)
         switch_scope("load_prepared", "wait empty", "issue")
@@ -381,8 +441,10 @@ def load_prepared_role(tiles, crew, walk, descs, config: gl.constexpr):
         mbarrier.expect(full, LOWER_BYTES + factors_desc.block_type.nbytes)
         tma_load(factors_desc, [row * FACTOR_ROWS, 0], full, tiles.factors.index(stage))
         load_lower(inverse_desc, row, full, tiles.gated_inverse, stage)
-        load_lower(scores_desc, (walk.first_slot + i) * NUM_HEADS + head, full, tiles.attention, stage)
+        load_lower(scores_desc, (walk.first_slot + i) * NUM_ROWS + of_scores, full, tiles.attention, stage)
         switch_scope("load_prepared", "issue", None)
+    if config.beside_prepare:  # who comes next finds all that the kernel before wrote
+        wait_for_kernel_before()
 
 
 @gluon.jit

@@ -72,17 +72,20 @@ class Problem:
 @dataclass(frozen=True)
 class Schedule:
     """The choice: implementation, values per block (one of V's blocks is one CTA), tokens per chunk, the reason in
-    words, and chunks per piece where sequences are cut into pieces that run at the same time (context parallelism; 0
-    where they are not)."""
+    words, chunks per piece where sequences are cut into pieces that run at the same time (context parallelism; 0 where
+    they are not), and programs of kernel_prepare that run beside the scan (0 where they run before it)."""
 
     implementation: str
     block_v: int
     chunk_size: int
     reason: str
     chunks_per_piece: int = 0
+    prepare_programs: int = 0
 
     def __str__(self) -> str:
         pieces = f", pieces of {self.chunks_per_piece} chunks" if self.chunks_per_piece else ""
+        if self.prepare_programs:
+            pieces = f", beside {self.prepare_programs} programs of prepare"
         return f"{self.implementation}, V block {self.block_v}, chunk {self.chunk_size}{pieces}: {self.reason}"
 
 
@@ -174,6 +177,7 @@ def hopper_sizes(problem: Problem, num_sms: int) -> Sizes:
         normalises=problem.normalises,
         needs_h=problem.output_h,
         has_initial_state=problem.has_initial_state,
+        is_packed=problem.batch != num_sequences,
     )
 
 
@@ -212,7 +216,7 @@ def _forced(implementation: str, problem: Problem, hardware: Hardware) -> str:
 
 def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason: str) -> Schedule:
     if implementation in HOPPER:
-        _, block_v, chunks_per_piece = hopper_variant(implementation, problem, hardware.num_sms)
+        _, block_v, chunks_per_piece, prepare_programs = hopper_variant(implementation, problem, hardware.num_sms)
         num_rows = problem.num_sequences
         if chunks_per_piece:
             num_tokens = hopper_sizes(problem, hardware.num_sms).num_tokens
@@ -220,7 +224,7 @@ def _schedule(implementation: str, problem: Problem, hardware: Hardware, reason:
             reason = f"{reason}; context parallelism"
         num_ctas = num_rows * problem.num_value_heads * (HOPPER_DIM // block_v)
         reason = f"{reason}; {num_ctas} CTAs of {block_v} values on {hardware.num_sms} SMs"
-        return Schedule(implementation, block_v, HOPPER_CHUNK_SIZE, reason, chunks_per_piece)
+        return Schedule(implementation, block_v, HOPPER_CHUNK_SIZE, reason, chunks_per_piece, prepare_programs)
     if implementation == "portable":
         return Schedule(implementation, _portable_block_v(problem, hardware), problem.chunk_size, reason)
     return Schedule(implementation, problem.value_dim, problem.chunk_size, reason)
