@@ -181,13 +181,13 @@ class Recording(TorchDispatchMode):
         for index, result in zip(result_slots, results, strict=True):
             if index is not None and not _is_same_view(result, known[index]):
                 raise NotRepeatable("a result is a view of an allocation")
-        allocations = tuple(
-            Allocation(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, self._fills[i])
-            for i in separate
-            for tensor in (self._allocations[i],)
-        )
+        allocations = tuple(self._allocation(i) for i in separate)
         workspace = _workspace([self._allocations[i] for i in together])
         return Plan(allocations, workspace, launches, launches[0].circumstances(), result_slots)
+
+    def _allocation(self, i: int) -> Allocation:
+        tensor = self._allocations[i]
+        return Allocation(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, self._fills[i])
 
     def _apart(self, results: Tensors) -> tuple[list[int], list[int]]:
         """Numbers of the allocations that a repetition makes one by one (results, and what is filled), and of those
@@ -197,8 +197,8 @@ class Recording(TorchDispatchMode):
         together: list[int] = []
         for i, tensor in enumerate(self._allocations):
             is_seen = tensor.data_ptr() in returned or self._fills[i] is not None
-            is_first = not together or self._allocations[together[0]].device == tensor.device
-            (separate if is_seen or not is_first else together).append(i)
+            is_elsewhere = together and self._allocations[together[0]].device != tensor.device
+            (separate if is_seen or is_elsewhere else together).append(i)
         return separate, together
 
     def _fill(self, tensor: torch.Tensor, value: Any) -> None:

@@ -147,14 +147,13 @@ def test_the_choice_is_the_fastest_of_what_was_measured():
 
 
 def test_the_choice_for_problems_that_estimates_were_not_fitted_to():
-    """`bench/forward_kernels.py --grid`: within 5 % of the fastest in 95 % of its problems, never 10 % behind."""
+    """`bench/forward_kernels.py --grid`: within 5 % of the fastest in all of its problems."""
     ratios = {
         name: times[min(estimates, key=estimates.get)] / min(times.values())
         for name, times, estimates in measured_beside_estimates("forward_grid.json")
     }
     assert len(ratios) >= 24
-    assert sum(ratio <= 1.05 for ratio in ratios.values()) >= 0.95 * len(ratios), ratios
-    assert max(ratios.values()) <= 1.1, ratios
+    assert max(ratios.values()) <= 1.05, ratios
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from tests.gated_delta_rule.hopper_checks import (
 from tests.gated_delta_rule.kernel_checks import assert_within, with_nan_tail
 from tests.gated_delta_rule.yardsticks import rounded_chunks
 from tests.simulator.conftest import SEEDS
-from tilecrew.device.compat import gl, gluon
 from tilecrew.gated_delta_rule import chunk_flags, kernel_forward_roles, kernel_forward_scan, reference
 from tilecrew.gated_delta_rule.chunk_blocks import whole_matrices
 from tilecrew.gated_delta_rule.gates import apply_gates
@@ -48,36 +47,6 @@ KERNEL_PROBLEMS = [(kernel, name) for kernel in (*SCANS, "roles 64") for name in
 KERNEL_PROBLEMS += [(kernel, "norms, packed, h") for kernel in ("roles 128", "roles 32")]
 
 
-@gluon.jit
-def load_acquire(pointer, SCOPE: gl.constexpr):
-    return gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
-
-
-@gluon.jit
-def multiprocessor():
-    return gl.program_id(0)
-
-
-@gluon.jit
-def nanoseconds():
-    return 0
-
-
-@gluon.jit
-def no_trap():
-    pass
-
-
-@pytest.fixture(autouse=True)
-def simulated_words(monkeypatch):
-    """What chunk_flags says in assembly that the simulator does not know."""
-    for function in (load_acquire, multiprocessor, nanoseconds):
-        monkeypatch.setattr(chunk_flags, function.__name__, function)
-    monkeypatch.setattr(chunk_flags, "trap", no_trap)
-    for function in (chunk_flags.first_item, chunk_flags.wait_until_prepared):
-        monkeypatch.setattr(function, "hash", None)
-
-
 def problem(options, num_tokens=330, dtype=BF16):
     """One head, so one program for each block of V; 330 tokens are more chunks than the scan's ring has stages, 200
     more than the roles'."""
@@ -91,8 +60,8 @@ def prepare(arguments, kernel, o, simulate, num_seeds=SEEDS):
     outputs = [x for name, x in vars(prepared).items() if torch.is_tensor(x) and name != "tickets"]
     if is_beside(kernel):
         simulate(launch, outputs, num_seeds, zeros=prepared.tickets)
-        num_chunks = prepared.tickets[chunk_flags.FIRST_FLAG.value :].numel()
-        assert prepared.tickets.tolist() == [1, 3] + num_chunks * [1]  # one of four programs has left
+        num_flags = prepared.tickets[chunk_flags.FIRST_FLAG.value :].numel()
+        assert prepared.tickets.tolist() == [1, 3] + num_flags * [1]  # one of four programs has left
     else:
         simulate(launch, outputs, num_seeds)
     return prepared

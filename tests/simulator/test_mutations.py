@@ -11,6 +11,7 @@ import functools
 import pytest
 import torch
 
+from tests.gated_delta_rule import hopper_checks
 from tests.simulator.mutations import KINDS, mutate, names_of_places, places
 from tilecrew.device.launch import Launch
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare
@@ -30,6 +31,7 @@ PREPARE_KINDS = (
 KINDS_OF = {
     "scan": tuple(KINDS),
     "scan 128": tuple(KINDS),
+    "scan beside": tuple(KINDS),
     "roles": tuple(KINDS),
     "prepare": PREPARE_KINDS,
     "prepare gated": PREPARE_KINDS,
@@ -43,9 +45,10 @@ HARMLESS = {
         for kernel in ("scan", "scan 128")
     },
     **{
-        ("scan", kind, "", 0): (
+        (kernel, kind, "", 0): (
             "the tiles' top right blocks are cleared before S is published for h, which brings a fence and a barrier"
         )
+        for kernel in ("scan", "scan beside")
         for kind in ("drop fence", "late fence", "drop barrier")
     },
     ("roles", "drop barrier", "value_role", 2): (
@@ -58,11 +61,11 @@ HARMLESS = {
         (kernel, "drop barrier", "store_role", 0): (
             "state.release follows the wait for the copy of h: nothing but that copy touched the tile"
         )
-        for kernel in ("scan", "roles")
+        for kernel in ("scan", "scan beside", "roles")
     },
     **{
         (kernel, "drop barrier", "store_role", number): "release_output follows the wait for the copy of O, likewise"
-        for kernel, number in (("scan", 1), ("scan 128", 0))
+        for kernel, number in (("scan", 1), ("scan beside", 1), ("scan 128", 0))
     },
     ("roles", "free early", "value_role", 1): (
         "inputs.release before the wait for V_d: the stage is free when the state role, too, has arrived, which comes "
@@ -122,12 +125,12 @@ def are_equal(results, expected):
     return all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(results, expected, strict=True))
 
 
-def scan_launch(num_tokens, output_h, block_v=64):
+def scan_launch(num_tokens, output_h, block_v=64, kernel="scan 64"):
     options = {"lengths": [num_tokens], "use_qk_l2norm": True, "output_h": output_h, **STATES}
     arguments = random_arguments(num_heads=1, num_value_heads=1, dtype=BF16, **options)
     result = kernel_forward_roles.allocate_result(arguments)
-    prepared = kernel_prepare.allocate_gated(arguments)
-    simulate(kernel_prepare.launch(arguments, prepared, result.o))
+    prepared, prepare = hopper_checks.prepare_launch(arguments, kernel, result.o, num_sms=4)
+    simulate(prepare)
     launch = kernel_forward_scan.launch(arguments, prepared, result, block_v)
     return launch, [result.o, result.final_state, *([result.h] if output_h else [])]
 
@@ -157,6 +160,9 @@ def case_of(kernel):
     make = {
         "scan": lambda: [scan_launch(num_tokens, True) for num_tokens in (200, 330, 128)],
         "scan 128": lambda: [scan_launch(num_tokens, False, 128) for num_tokens in (400, 128)],
+        "scan beside": lambda: [
+            scan_launch(num_tokens, True, kernel="scan 64 beside") for num_tokens in (200, 330, 128)
+        ],
         "roles": lambda: [roles_launch(num_tokens) for num_tokens in (200, 330, 128)],
         "prepare": lambda: [prepare_launch(False)],
         "prepare gated": lambda: [prepare_launch(True)],

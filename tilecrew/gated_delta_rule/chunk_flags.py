@@ -40,6 +40,9 @@ class Placement(NamedTuple):
         return self.num_sms * -(-self.num_staying // (self.num_sms - self.num_scan_sms))
 
 
+NOT_BESIDE = Placement(0, 0, 0)
+
+
 def allocate_tickets(x: torch.Tensor, num_flags: int) -> torch.Tensor:
     return x.new_zeros(FIRST_FLAG.value + num_flags, dtype=torch.int32)
 

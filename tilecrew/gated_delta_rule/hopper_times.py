@@ -59,6 +59,7 @@ PREPARE = {
 }
 # The scan of 64 values beside the prepare kernel, whose P_g spares it the attention role.
 BESIDE = WaveTimes(16.0, 0.0, 1.0, 1.0)
+BESIDE_BLOCK_V = 64
 # Of one program of kernel_prepare there, for a chunk: alone on its SM, and more for each value head; both by so much
 # more where two share an SM. Three are hardly faster. Programs beyond what keeps pace with the scan only get in its way
 # to the memory: 15 % more of them cost up to 4 %.
@@ -100,9 +101,18 @@ class Sizes:
         return -(-self.num_tokens // CHUNK_SIZE)
 
     @property
+    def num_left_sms(self) -> int:
+        """SMs that a scan with prepare beside it leaves alone; below 0 where it has more CTAs than there are SMs."""
+        return self.num_sms - self.num_sequences * self.num_value_heads * (DIM // BESIDE_BLOCK_V)
+
+    @property
     def head_group(self) -> int:
-        """Value heads of one program of kernel_prepare."""
-        return next(size for size in (4, 2, 1) if self.num_value_heads // self.num_heads % size == 0)
+        return head_group(self.num_heads, self.num_value_heads)
+
+
+def head_group(num_heads: int, num_value_heads: int) -> int:
+    """Value heads of one program of kernel_prepare: up to 4 of a key head's, a power of two."""
+    return next(size for size in (4, 2, 1) if num_value_heads // num_heads % size == 0)
 
 
 class Variant(NamedTuple):
@@ -138,13 +148,14 @@ def whole_variants(implementation: str, sizes: Sizes) -> Iterator[Variant]:
 def beside_variants(implementation: str, sizes: Sizes) -> Iterator[Variant]:
     """The scan with kernel_prepare beside it, where it leaves SMs alone: with as many programs as keep pace with it, or
     as there can be. None for packed sequences, whose first chunks would not be the first to be prepared."""
-    num_left = sizes.num_sms - sizes.num_sequences * sizes.num_value_heads * (DIM // 64)
+    num_left = sizes.num_left_sms
     if implementation != "scan" or sizes.is_packed or num_left <= 0 or sizes.num_sequences == 0:
         return
     for per_sm in (1, 2):
         wanted = math.ceil(RESERVE * _programs_per_chunk(sizes) * _program_microseconds(sizes, per_sm) / BESIDE.chunk)
         if wanted <= num_left * per_sm or per_sm == 2:
-            yield Variant(implementation, 64, 0, min(max(wanted, num_left * (per_sm - 1) + 1), num_left * per_sm))
+            num_programs = min(max(wanted, num_left * (per_sm - 1) + 1), num_left * per_sm)
+            yield Variant(implementation, BESIDE_BLOCK_V, 0, num_programs)
             return
 
 
@@ -197,8 +208,7 @@ def _program_microseconds(sizes: Sizes, per_sm: int) -> float:
 def _beside_chunk(num_programs: int, sizes: Sizes) -> float:
     """Microseconds from one chunk to the next: the scan's, or those in which so many programs prepare one of each
     sequence."""
-    num_left = sizes.num_sms - sizes.num_sequences * sizes.num_value_heads * (DIM // 64)
-    program = _program_microseconds(sizes, -(-num_programs // num_left))
+    program = _program_microseconds(sizes, -(-num_programs // sizes.num_left_sms))
     return max(BESIDE.chunk, _programs_per_chunk(sizes) * program / num_programs)
 
 

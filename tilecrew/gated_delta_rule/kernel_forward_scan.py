@@ -82,6 +82,7 @@ from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS
 from tilecrew.gated_delta_rule.chunk_state import load_state, state_pointer, store_state
 from tilecrew.gated_delta_rule.chunk_walk import ChunkWalk
 from tilecrew.gated_delta_rule.crew_forward_scan import ScanCrew, ScanTiles
+from tilecrew.gated_delta_rule.hopper_times import head_group
 from tilecrew.gated_delta_rule.kernel_forward_roles import Pointers, allocate_result
 from tilecrew.gated_delta_rule.kernel_prepare import Prepared
 from tilecrew.gated_delta_rule.schedule import Schedule
@@ -168,7 +169,7 @@ def launch(
         varlen=arguments.cu_seqlens is not None,
         has_pieces=pieces is not None,
         beside_prepare=beside_prepare,
-        head_group=kernel_prepare.head_group_of(arguments),
+        head_group=head_group(q.shape[2], num_value_heads),
         has_initial_state=arguments.initial_state is not None,
         store_final_state=result.final_state is not None,
         store_h=result.h is not None,
@@ -195,9 +196,8 @@ def launch(
     num_pieces = arguments.num_sequences if pieces is None else pieces.shape[0]
     num_programs = num_pieces * num_value_heads * (v.shape[3] // block_v)
     scan_warps = block_v // 16
-    entry_registers = (
-        65_536 // (32 * (scan_warps + (4 if beside_prepare else 8))) // 8 * 8
-    )  # before roles re-divide them
+    other_warps = 4 if beside_prepare else 8
+    entry_registers = 65_536 // (32 * (scan_warps + other_warps)) // 8 * 8  # before the roles re-divide them
     # It may start while the kernel before ends: the roles that read what that wrote wait for it.
     options = {"num_warps": scan_warps, "maxnreg": entry_registers, "launch_pdl": True}
     return Launch(forward_scan_kernel, num_programs, args, options)
@@ -249,6 +249,7 @@ def forward_scan_kernel(
         S = load_state(first, BLOCK_V, DIM, KEY_STRIDE, VALUE_STRIDE)
     COPY: gl.constexpr = config.copy_registers
     prepared_descs = (inverse_desc, scores_desc, factors_desc)
+    # Roles twice: a list of functions must stand in the call.
     if config.beside_prepare:  # which makes P_g
         results = gl.warp_specialize(
             [

@@ -48,16 +48,21 @@ from tilecrew.device.mma import accumulator_layout, tile_layout, vector_layout
 from tilecrew.device.tiles import let_next_kernel_start, matrix_view
 from tilecrew.device.triangular import own_diagonal
 from tilecrew.gated_delta_rule.arguments import ForwardArguments
-from tilecrew.gated_delta_rule.chunk_blocks import (
-    NUM_BLOCKS,
-    block_descriptor,
+from tilecrew.gated_delta_rule.chunk_blocks import NUM_BLOCKS, block_descriptor
+from tilecrew.gated_delta_rule.chunk_flags import (
+    FIRST_FLAG,
+    NOT_BESIDE,
+    Placement,
+    allocate_tickets,
+    first_item,
+    publish,
 )
-from tilecrew.gated_delta_rule.chunk_flags import FIRST_FLAG, Placement, allocate_tickets, first_item, publish
 from tilecrew.gated_delta_rule.chunk_gates import inverse_norms, prepare_gates, store_factors, store_norms
 from tilecrew.gated_delta_rule.chunk_inverse import has_long_keys, invert_heads
 from tilecrew.gated_delta_rule.chunk_scores import store_products
 from tilecrew.gated_delta_rule.chunk_sizes import CHUNK, DIM, FACTOR_ROWS, GATE_ROWS
 from tilecrew.gated_delta_rule.chunk_walk import find_chunk
+from tilecrew.gated_delta_rule.hopper_times import head_group
 
 # From here on a fifth program on every SM, at 96 registers, is worth what it spills; with fewer they are all resident.
 MANY_PROGRAMS = 2000
@@ -134,31 +139,26 @@ def allocate(arguments: ForwardArguments) -> Prepared:
 
 def allocate_gated(arguments: ForwardArguments) -> Prepared:
     """Workspace for the scan kernel."""
-    v = arguments.v
-    slots, num_value_heads = arguments.num_slots, v.shape[2]
-    return Prepared(
-        inverse=v.new_empty(slots, num_value_heads, NUM_BLOCKS.value, 32, 32),
-        factors=v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
-        scores=v.new_empty(slots, arguments.q.shape[2], NUM_BLOCKS.value, 32, 32),
-    )
+    inverse, scores = (_blocks(arguments, x.shape[2]) for x in (arguments.v, arguments.q))
+    return Prepared(inverse, factors=_factors(arguments), scores=scores)
 
 
 def allocate_beside(arguments: ForwardArguments) -> Prepared:
     """Workspace for the scan kernel that runs at the same time."""
-    v = arguments.v
-    slots, num_value_heads = arguments.num_slots, v.shape[2]
-    return Prepared(
-        inverse=v.new_empty(slots, num_value_heads, NUM_BLOCKS.value, 32, 32),
-        factors=v.new_empty(slots, num_value_heads, 4, 64, dtype=torch.float32),
-        attention=v.new_empty(slots, num_value_heads, NUM_BLOCKS.value, 32, 32),
-        tickets=allocate_tickets(v, slots * (num_value_heads // head_group_of(arguments))),
-    )
+    num_heads, num_value_heads = arguments.q.shape[2], arguments.v.shape[2]
+    inverse, attention = (_blocks(arguments, num_value_heads) for _ in range(2))
+    num_flags = arguments.num_slots * (num_value_heads // head_group(num_heads, num_value_heads))
+    tickets = allocate_tickets(arguments.v, num_flags)
+    return Prepared(inverse, factors=_factors(arguments), attention=attention, tickets=tickets)
 
 
-def head_group_of(arguments: ForwardArguments) -> int:
-    """Value heads of one program."""
-    value_heads_per_head = arguments.v.shape[2] // arguments.q.shape[2]
-    return next(size for size in (4, 2, 1) if value_heads_per_head % size == 0)
+def _blocks(arguments: ForwardArguments, num_heads: int) -> torch.Tensor:
+    """A lower triangular matrix of each slot and head, see chunk_blocks."""
+    return arguments.v.new_empty(arguments.num_slots, num_heads, NUM_BLOCKS.value, 32, 32)
+
+
+def _factors(arguments: ForwardArguments) -> torch.Tensor:
+    return arguments.v.new_empty(arguments.num_slots, arguments.v.shape[2], 4, 64, dtype=torch.float32)
 
 
 def run_gated(arguments: ForwardArguments, o: torch.Tensor) -> Prepared:
@@ -169,18 +169,18 @@ def run_gated(arguments: ForwardArguments, o: torch.Tensor) -> Prepared:
 
 
 def launch(
-    arguments: ForwardArguments, prepared: Prepared, o: torch.Tensor, placement: Placement | None = None
+    arguments: ForwardArguments, prepared: Prepared, o: torch.Tensor, placement: Placement = NOT_BESIDE
 ) -> Launch:
     """The launch of this kernel. o: the output, whose rows behind the last sequence become zeros; placement: of its
     programs beside the scan, for `allocate_beside`."""
     q, k, g = arguments.q, arguments.k, arguments.g
     num_heads, num_value_heads = q.shape[2], arguments.v.shape[2]
     for_scan, beside_scan = prepared.factors is not None, prepared.attention is not None
-    head_group = head_group_of(arguments)
+    group = head_group(num_heads, num_value_heads)
     config = PrepareConfig(
         num_heads=num_heads,
         value_heads_per_head=num_value_heads // num_heads,
-        head_group=head_group,
+        head_group=group,
         normalise=arguments.use_qk_l2norm,
         gate_inside_inverse=prepared.gate_inside_inverse,
         split=prepared.gate_inside_inverse and not for_scan,
@@ -191,10 +191,9 @@ def launch(
         beta_factor=2.0 if arguments.allow_neg_eigval else 1.0,
         varlen=arguments.cu_seqlens is not None,
         beside_scan=beside_scan,
-        num_sms=0 if placement is None else placement.num_sms,
+        num_sms=placement.num_sms,
     )
-    placement = placement or Placement(0, 0, 0)
-    num_programs = arguments.num_slots * (num_value_heads // head_group)
+    num_programs = arguments.num_slots * (num_value_heads // group)
     scores = prepared.attention if beside_scan else prepared.scores
     pointers = PreparePointers(
         g=g,

@@ -83,10 +83,10 @@ class Schedule:
     prepare_programs: int = 0
 
     def __str__(self) -> str:
-        pieces = f", pieces of {self.chunks_per_piece} chunks" if self.chunks_per_piece else ""
+        form = f", pieces of {self.chunks_per_piece} chunks" if self.chunks_per_piece else ""
         if self.prepare_programs:
-            pieces = f", beside {self.prepare_programs} programs of prepare"
-        return f"{self.implementation}, V block {self.block_v}, chunk {self.chunk_size}{pieces}: {self.reason}"
+            form = f", beside {self.prepare_programs} programs of prepare"
+        return f"{self.implementation}, V block {self.block_v}, chunk {self.chunk_size}{form}: {self.reason}"
 
 
 def supports(implementation: str, problem: Problem, hardware: Hardware) -> str | None:
