@@ -60,7 +60,11 @@ class NothingLaunched:
     def circumstances():
         return None
 
-    def run(self, addresses):
+    @staticmethod
+    def surroundings():
+        return None
+
+    def run(self, addresses, surroundings):
         pass
 
 
@@ -191,8 +195,9 @@ def parts_of_a_plan(case: dict, repeats: int) -> dict[str, float]:
         plan.allocate([], [])
 
     def launch():
+        surroundings = plan.launches[0].surroundings()
         for x in plan.launches:
-            x.run(addresses)
+            x.run(addresses, surroundings)
 
     row = {
         "signature": microseconds(lambda: plain_call(*seen[0]), repeats),

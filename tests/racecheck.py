@@ -1,8 +1,12 @@
-"""Reads the report of `compute-sanitizer --tool racecheck` and tells Triton's own dispatch from the kernels' code.
+"""Reads the report of `compute-sanitizer --tool racecheck` and tells what it cannot know from the kernels' races.
 
 Triton hands each worker warp its next role, and its captured values, through shared memory, ordered by barriers that
 racecheck does not connect: it reports the kernel's entry, where workers read what to do, against the line of
 `warp_specialize` and against the statement behind it, where the first warp group tells them that all is done.
+
+A role of one warp orders its lanes' stores before the arrival of one lane by `bar.warp.sync`, for which ptxas makes no
+instruction where the warp is converged. So racecheck, which reads instructions, reports what the other 31 lanes wrote
+against who waited for that arrival.
 """
 
 import ast
@@ -58,7 +62,20 @@ def dispatch_lines(path: Path) -> set[Location]:
     return lines
 
 
-def foreign_to_dispatch(hazards: list[Hazard], paths: list[Path]) -> list[Hazard]:
-    """The hazards with an access outside the dispatch lines of these files."""
-    allowed = set().union(*(dispatch_lines(path) for path in paths))
-    return [hazard for hazard in hazards if not allowed.issuperset(hazard.locations)]
+def line_of(path: Path, function: str, text: str) -> Location:
+    """The one line of that function that has this text."""
+    (definition,) = (node for node in ast.walk(ast.parse(path.read_text())) if getattr(node, "name", None) == function)
+    lines = enumerate(path.read_text().splitlines()[definition.lineno - 1 : definition.end_lineno], definition.lineno)
+    (number,) = (number for number, line in lines if text in line)
+    return path.name, number
+
+
+def unexplained(hazards: list[Hazard], paths: list[Path], one_warp: tuple[Location, Location]) -> list[Hazard]:
+    """The hazards that are not of the dispatch of these files, nor between a store of a role of one warp and the load
+    that is known to wait for its arrival: one_warp, their lines."""
+    dispatch = set().union(*(dispatch_lines(path) for path in paths))
+    return [
+        hazard
+        for hazard in hazards
+        if not dispatch.issuperset(hazard.locations) and set(hazard.locations) != set(one_warp)
+    ]

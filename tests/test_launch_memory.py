@@ -59,7 +59,12 @@ class FakeRepeatable:
     def circumstances(self):
         return self.log.now
 
-    def run(self, addresses):
+    @staticmethod
+    def surroundings():
+        return "a stream"
+
+    def run(self, addresses, surroundings):
+        assert surroundings == "a stream"
         self.log.before_run()
         self.log.entries.append(("repeated", self.name, [addresses[slot] for slot in self.slots]))
 

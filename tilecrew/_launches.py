@@ -51,7 +51,7 @@ class LaunchMemory:
             if is_known:
                 self._known.move_to_end(whole)
         if known is not None and known[0].circumstances() == known[1]:
-            known[0].run(addresses)
+            known[0].run(addresses, known[0].surroundings())
             return
         launch = make()
         compiled = launch.run()

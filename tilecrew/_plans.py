@@ -49,7 +49,10 @@ class RepeatableLaunch(Protocol):
     def circumstances(self) -> Hashable:
         """What compiled kernels depend on beside their arguments: a change asks for a new recording."""
 
-    def run(self, addresses: list[int]) -> None: ...
+    def surroundings(self) -> Any:
+        """What all launches of one call share: the stream, the hooks. Asked for once a call, as asking takes time."""
+
+    def run(self, addresses: list[int], surroundings: Any) -> None: ...
 
 
 class Allocation(NamedTuple):
@@ -88,8 +91,9 @@ class Plan(NamedTuple):
         tensors, addresses = list(inputs), list(addresses)
         if not self.allocate(tensors, addresses):
             return None
+        surroundings = self.launches[0].surroundings()
         for launch in self.launches:
-            launch.run(addresses)
+            launch.run(addresses, surroundings)
         return tuple([None if slot is None else tensors[slot] for slot in self.result_slots])
 
     def allocate(self, tensors: list[Any], addresses: list[int]) -> bool:

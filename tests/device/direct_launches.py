@@ -158,7 +158,7 @@ def differences(name: str, driver: FakeDriver) -> list[str]:
     made, addresses = list(tensors), [tensor.data_ptr() for tensor in tensors]
     assert plan.allocate(made, addresses)
     for repeated in plan.launches:
-        repeated.run(addresses)
+        repeated.run(addresses, repeated.surroundings())
     actual = readable(driver.take_log(), names_of(addresses))
     num_launches = len(plan.launches)
     if len(expected) <= 4 * num_launches or not any(entry.startswith("tensor") for entry in expected):

@@ -35,7 +35,11 @@ class CopyLaunch:
     def circumstances():
         return None
 
-    def run(self, addresses):
+    @staticmethod
+    def surroundings():
+        return None
+
+    def run(self, addresses, surroundings):
         source, target = (addresses[slot] for slot in self.slots)
         ctypes.memmove(target, source, self.num_bytes)
         STAND_IN.repeated += 1

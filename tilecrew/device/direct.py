@@ -12,7 +12,7 @@ Who repeats a launch answers for the alignment of its addresses (16 bytes, as th
 import inspect
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -30,6 +30,13 @@ COMPILATION_KNOBS = [
 ]
 
 Make = Callable[[list[int]], Any]
+
+
+class Surroundings(NamedTuple):
+    """Of launches: the current stream, and Triton's hooks before and behind one, where somebody has put any there."""
+
+    stream: int
+    hooks: tuple[Any, Any] | None
 
 
 class DirectLaunch:
@@ -77,18 +84,23 @@ class DirectLaunch:
         device = driver.active.get_current_device()
         return device, runtime.debug, runtime.add_stages_inspection_hook, *compilation_knobs
 
-    def run(self, addresses: list[int]) -> None:
-        """Launches on the current stream, with the tensor of slot i at addresses[i]. Hooks are called as by Triton."""
-        args = self._args.copy()
-        for index, make in self._makers:
-            args[index] = make(addresses)
+    @staticmethod
+    def surroundings() -> Surroundings:
         active, runtime = driver.active, knobs.runtime
         stream = active.get_current_stream(active.get_current_device())
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if _has_hooks(enter) or _has_hooks(leave):
-            self._call(stream, self._compiled.launch_metadata(self._grid, stream), enter, leave, args)
-        else:
+        return Surroundings(stream, (enter, leave) if _has_hooks(enter) or _has_hooks(leave) else None)
+
+    def run(self, addresses: list[int], surroundings: Surroundings) -> None:
+        """Launches with the tensor of slot i at addresses[i]. Hooks are called as by Triton."""
+        args = self._args.copy()
+        for index, make in self._makers:
+            args[index] = make(addresses)
+        stream, hooks = surroundings
+        if hooks is None:
             self._call(stream, None, None, None, args)
+        else:
+            self._call(stream, self._compiled.launch_metadata(self._grid, stream), *hooks, args)
 
 
 def _has_hooks(chain: Any) -> bool:
