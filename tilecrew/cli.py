@@ -231,7 +231,10 @@ def add_simulate(app: Any) -> None:
     @app.command()
     def simulate(
         kernel: Annotated[
-            str, typer.Argument(help="prepare, prepare-gated, forward-roles, forward-scan or forward-scan-128.")
+            str,
+            typer.Argument(
+                help="prepare, prepare-gated, forward-roles, forward-scan, forward-scan-128 or forward-scan-beside."
+            ),
         ],
         seed: Annotated[int, typer.Option(help="Chooses the order of roles and asynchronous operations.")] = 0,
         timeline: Annotated[
