@@ -165,6 +165,8 @@ def test_the_choice_for_problems_that_estimates_were_not_fitted_to():
         (sized(1, 8192, 10, 40), True),
         (sized(1, 8192, 16, 32, output_h=True, has_initial_state=True), True),
         (sized(1, 256, 16, 32), False),  # prepare takes no time that could be hidden
+        (sized(1, 1024, 8, 32), False),  # the first chunk of four value heads at a time is late
+        (sized(1, 2048, 8, 32), True),
         (sized(1, 8192, 12, 48), False),  # it would not keep pace
         (sized(1, 8192, 16, 64), False),
         (sized(4, 8192, 16, 32), False),
@@ -365,6 +367,7 @@ def test_block_v_of_the_portable_kernel(key_dim, value_dim, dtype, hardware, exp
 
 def test_decode():
     assert pick_recurrent(USUAL, H200).implementation == "recurrent"
+    assert str(pick_recurrent(USUAL, H200)) == "recurrent: the decode kernel runs on NVIDIA H200"
     assert pick_recurrent(USUAL, MI300).implementation == "recurrent"
     assert pick_recurrent(USUAL, CPU).implementation == "torch"
     assert pick_recurrent(replace(USUAL, dtype="float64"), H200).implementation == "torch"

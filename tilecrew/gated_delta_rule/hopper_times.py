@@ -57,8 +57,9 @@ PREPARE = {
     ("roles", False): PrepareTimes(10.2, 4.9, 6.9),
     ("roles", True): PrepareTimes(13.7, 8.7, 2.9),
 }
-# The scan of 64 values beside the prepare kernel, whose P_g spares it the attention role.
-BESIDE = WaveTimes(16.0, 0.0, 1.0, 1.0)
+# The scan of 64 values beside the prepare kernel, whose P_g spares it the attention role. Its start is without the first
+# chunk's program of kernel_prepare.
+BESIDE = WaveTimes(9.0, 0.0, 1.0, 1.0)
 BESIDE_BLOCK_V = 64
 # Of one program of kernel_prepare there, for a chunk: alone on its SM, and more for each value head; both by so much
 # more where two share an SM. Three are hardly faster. Programs beyond what keeps pace with the scan only get in its way
@@ -183,7 +184,7 @@ def blocks_of(implementation: str, needs_h: bool) -> tuple[int, ...]:
 def microseconds(variant: Variant, sizes: Sizes) -> float:
     """The estimated time of a forward, from inputs to outputs."""
     if variant.prepare_programs:
-        return BESIDE.start + sizes.num_chunks * _beside_chunk(variant.prepare_programs, sizes)
+        return _beside(variant.prepare_programs, sizes)
     waves = WAVES[variant.implementation, variant.block_v]
     prepare = _prepare(PREPARE[variant.implementation, sizes.normalises], sizes)
     if variant.chunks_per_piece == 0:
@@ -205,11 +206,12 @@ def _program_microseconds(sizes: Sizes, per_sm: int) -> float:
     return alone * (SHARED_SM if per_sm > 1 else 1)
 
 
-def _beside_chunk(num_programs: int, sizes: Sizes) -> float:
-    """Microseconds from one chunk to the next: the scan's, or those in which so many programs prepare one of each
-    sequence."""
+def _beside(num_programs: int, sizes: Sizes) -> float:
+    """The first chunk's program, and from one chunk to the next the scan's time, or that in which so many programs
+    prepare one of each sequence."""
     program = _program_microseconds(sizes, -(-num_programs // sizes.num_left_sms))
-    return max(BESIDE.chunk, _programs_per_chunk(sizes) * program / num_programs)
+    chunk = max(BESIDE.chunk, _programs_per_chunk(sizes) * program / num_programs)
+    return BESIDE.start + program + sizes.num_chunks * chunk
 
 
 def _input_states(plan: PiecePlan, sizes: Sizes) -> float:

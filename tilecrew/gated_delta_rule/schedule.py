@@ -71,9 +71,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The choice: implementation, values per block (one of V's blocks is one CTA), tokens per chunk, the reason in
-    words, chunks per piece where sequences are cut into pieces that run at the same time (context parallelism; 0 where
-    they are not), and programs of kernel_prepare that run beside the scan (0 where they run before it)."""
+    """The choice: implementation, values per block (one of V's blocks is one CTA; 0 for decode, whose kernel has its
+    own), tokens per chunk, the reason in words, chunks per piece where sequences are cut into pieces that run at the
+    same time (context parallelism; 0 where they are not), and programs of kernel_prepare that run beside the scan (0
+    where they run before it)."""
 
     implementation: str
     block_v: int
@@ -83,10 +84,12 @@ class Schedule:
     prepare_programs: int = 0
 
     def __str__(self) -> str:
-        form = f", pieces of {self.chunks_per_piece} chunks" if self.chunks_per_piece else ""
+        form = f", V block {self.block_v}, chunk {self.chunk_size}" if self.block_v else ""
+        if self.chunks_per_piece:
+            form += f", pieces of {self.chunks_per_piece} chunks"
         if self.prepare_programs:
-            form = f", beside {self.prepare_programs} programs of prepare"
-        return f"{self.implementation}, V block {self.block_v}, chunk {self.chunk_size}{form}: {self.reason}"
+            form += f", beside {self.prepare_programs} programs of prepare"
+        return f"{self.implementation}{form}: {self.reason}"
 
 
 def supports(implementation: str, problem: Problem, hardware: Hardware) -> str | None:
@@ -144,11 +147,11 @@ def pick_recurrent(problem: Problem, hardware: Hardware, implementation: str | N
     """The Schedule of a decode call, a "chunk" being one token; `implementation` forces one, with pick's error."""
     if implementation is not None:
         require_known(implementation, RECURRENT_IMPLEMENTATIONS)
-        return Schedule(implementation, problem.value_dim, 1, _forced(implementation, problem, hardware))
+        return Schedule(implementation, 0, 1, _forced(implementation, problem, hardware))
     limit = supports("recurrent", problem, hardware)
     if limit is None:
-        return Schedule("recurrent", problem.value_dim, 1, f"the decode kernel runs on {hardware.name}")
-    return Schedule("torch", problem.value_dim, 1, f"the decode kernel cannot run: {limit}")
+        return Schedule("recurrent", 0, 1, f"the decode kernel runs on {hardware.name}")
+    return Schedule("torch", 0, 1, f"the decode kernel cannot run: {limit}")
 
 
 def hopper_microseconds(implementation: str, problem: Problem, num_sms: int) -> float:
