@@ -1,7 +1,7 @@
 """GPU tests of emulated ranks in a process of their own: their streams need more of CUDA's hardware queues than others.
 
 CUDA reads CUDA_DEVICE_MAX_CONNECTIONS when it starts, and all processes of a GPU share its channels: many test
-processes with so many queues each would use them up.
+processes with so many queues each would use them up. With 26 at once 17 were out of memory when they made streams.
 """
 
 import os
@@ -13,12 +13,23 @@ from pathlib import Path
 
 import pytest
 
+from tests import slots
+
 ROOT = Path(__file__).parent.parent
+MAX_PROCESSES = 12  # of a machine at a time
 
 
 def run_emulated(path, part="", limit_seconds=1800):
-    """Runs a file of tests, or a part of it (conftest's `--part`), whose output is shown where one fails; every test
-    skipped is a skip."""
+    """Runs a file of tests, or a part of it (conftest's `--part`), when its turn has come, and shows its output where
+    one fails; every test skipped is a skip."""
+    with slots.one_of(MAX_PROCESSES, "emulated ranks"):
+        code, text = _run(path, part, limit_seconds)
+    assert code == 0, f"exit code {code}\n{text}"
+    if " passed" not in text.splitlines()[-1]:
+        pytest.skip(text.splitlines()[-1])
+
+
+def _run(path, part, limit_seconds):
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTHONPATH": str(ROOT)}
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
@@ -38,7 +49,4 @@ def run_emulated(path, part="", limit_seconds=1800):
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         output.seek(0)
-        text = output.read()
-    assert code == 0, f"exit code {code}\n{text}"
-    if " passed" not in text.splitlines()[-1]:
-        pytest.skip(text.splitlines()[-1])
+        return code, output.read()

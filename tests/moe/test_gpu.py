@@ -328,6 +328,7 @@ def test_two_ranks_over_nccl(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(24))
 def test_emulated_ranks(part):
@@ -336,6 +337,7 @@ def test_emulated_ranks(part):
 
 
 @pytest.mark.gpu
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_forms_of_emulated_ranks(part):
