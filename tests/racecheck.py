@@ -1,4 +1,4 @@
-"""Reads the report of `compute-sanitizer --tool racecheck` and tells what it cannot know from the kernels' races.
+"""Reads the report of `compute-sanitizer --tool racecheck`, and knows what it reports although it is no race.
 
 Triton hands each worker warp its next role, and its captured values, through shared memory, ordered by barriers that
 racecheck does not connect: it reports the kernel's entry, where workers read what to do, against the line of

@@ -39,7 +39,7 @@ def hold(folder, barrier, held):
 
 
 def test_places_are_held_by_as_many_as_there_are(tmp_path):
-    """Three processes, two places: the third gets one when one of the others has ended."""
+    """Two processes have one each, and both are free again when these have ended."""
     context = multiprocessing.get_context("spawn")
     barrier, held = context.Barrier(2), context.Queue()
     processes = [context.Process(target=hold, args=(tmp_path, barrier, held)) for _ in range(2)]
