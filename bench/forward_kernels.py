@@ -3,15 +3,16 @@
     PYTHONPATH=. python bench/forward_kernels.py --json bench/results/forward_kernels.json
     PYTHONPATH=. python bench/forward_kernels.py --grid --json bench/results/forward_grid.json
 
-The second measures other problems, to which the schedule's estimates were not fitted, without norms.
+The second measures other problems, without norms. The schedule's estimates are fitted to the first; only that of the
+prepare kernel beside the scan is fitted to some of the second.
 
 Per problem, with unit keys from the caller and with norms inside, milliseconds of captured graphs (median, the L2 cache
 flushed between repeats): the prepare kernel; what follows it, for the scan of 64 and of 128 values, for the roles with
 their best block (their prepare kernel is another, its time in brackets), and for the scan over pieces of L chunks
 ("L/values"), those with the least estimates; where it can be, the whole with the prepare kernel beside the scan; and
-the whole of what the schedule takes. A variant whose error against
-the float64 recurrence, on a smaller problem with the same heads, is too large gets no time. One that fails is printed
-as such and does not stop the others; the file is written after each problem.
+the whole of what the schedule takes. A variant whose error against the float64 recurrence, on a smaller problem with
+the same heads, is too large gets no time. One that fails is printed as such and does not stop the others; the file is
+written after each problem.
 """
 
 import argparse
@@ -197,7 +198,9 @@ def write(path: Path, rows: Iterable[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--grid", action="store_true", help="problems that the estimates are not fitted to")
+    parser.add_argument(
+        "--grid", action="store_true", help="other problems than those that the estimates are fitted to"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available() or hardware_of("cuda").capability != (9, 0):
         sys.exit("bench/forward_kernels.py needs a GPU of compute capability 9.0")

@@ -225,8 +225,8 @@ def parts_without_a_plan(case: dict, repeats: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=15, help="of 50 calls, in a round")
+    parser.add_argument("--rounds", type=int, default=4, help="over all cases")
     options = parser.parse_args()
     if DEVICE == "cpu":
         pretend_to_have_a_gpu()

@@ -69,6 +69,13 @@ def test_who_comes_when_all_places_are_held_waits(tmp_path, monkeypatch):
     assert len(tries) == 3
 
 
+def test_who_waits_in_vain_gets_an_error(tmp_path):
+    with slots.one_of(1, "a name", tmp_path):
+        message = "none of 1 places of 'a name' was free for 0.1 s"
+        with pytest.raises(TimeoutError, match=message), slots.one_of(1, "a name", tmp_path, limit_seconds=0.1):
+            pass
+
+
 def test_a_group_runs_one_at_a_time(pytester, monkeypatch):
     """Two workers, four tests of a group that say when they begin and end."""
     pytester.makepyfile(

@@ -231,10 +231,7 @@ def add_simulate(app: Any) -> None:
     @app.command()
     def simulate(
         kernel: Annotated[
-            str,
-            typer.Argument(
-                help="prepare, prepare-gated, forward-roles, forward-scan, forward-scan-128 or forward-scan-beside."
-            ),
+            str, typer.Argument(help="prepare, prepare-gated, forward-roles, forward-scan or forward-scan-128.")
         ],
         seed: Annotated[int, typer.Option(help="Chooses the order of roles and asynchronous operations.")] = 0,
         timeline: Annotated[

@@ -136,7 +136,7 @@ def with_strided_inputs(arguments: ForwardArguments) -> ForwardArguments:
     return replace(arguments, q=views[0], k=views[1], v=views[2], g=g, beta=beta)
 
 
-# Tests that take tens of gigabytes: under `pytest --dist loadgroup` one worker has them all, one after the other.
+# Tests that take tens of gigabytes: with `pytest --dist loadgroup`, or `-p tests.gpu_spread`, one runs at a time.
 LARGE_MEMORY = pytest.mark.xdist_group("large_memory")
 
 

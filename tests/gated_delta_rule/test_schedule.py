@@ -146,7 +146,7 @@ def test_the_choice_is_the_fastest_of_what_was_measured():
             assert estimate == pytest.approx(1e3 * times[variant], rel=0.2), (name, variant)
 
 
-def test_the_choice_for_problems_that_estimates_were_not_fitted_to():
+def test_the_choice_for_the_problems_of_the_grid():
     """`bench/forward_kernels.py --grid`: within 5 % of the fastest in all of its problems."""
     ratios = {
         name: times[min(estimates, key=estimates.get)] / min(times.values())

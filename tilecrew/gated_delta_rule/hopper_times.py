@@ -57,8 +57,8 @@ PREPARE = {
     ("roles", False): PrepareTimes(10.2, 4.9, 6.9),
     ("roles", True): PrepareTimes(13.7, 8.7, 2.9),
 }
-# The scan of 64 values beside the prepare kernel, whose P_g spares it the attention role. Its start is without the first
-# chunk's program of kernel_prepare.
+# The scan of 64 values beside the prepare kernel, whose P_g spares it the attention role. Its start is without the time
+# of the first chunk's program of kernel_prepare.
 BESIDE = WaveTimes(9.0, 0.0, 1.0, 1.0)
 BESIDE_BLOCK_V = 64
 # Of one program of kernel_prepare there, for a chunk: alone on its SM, and more for each value head; both by so much

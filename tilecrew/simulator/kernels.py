@@ -11,7 +11,6 @@ from tilecrew.device.launch import Launch
 from tilecrew.gated_delta_rule import kernel_forward_roles, kernel_forward_scan, kernel_prepare, reference
 from tilecrew.gated_delta_rule.arguments import ForwardArguments, ForwardResult
 from tilecrew.gated_delta_rule.chunk_blocks import whole_matrices
-from tilecrew.gated_delta_rule.chunk_flags import Placement
 from tilecrew.gated_delta_rule.gates import apply_gates
 from tilecrew.gated_delta_rule.kernel_prepare import Prepared
 from tilecrew.simulator.run import simulate
@@ -56,24 +55,12 @@ def forward_scan(block_v: int = 64) -> Case:
     return Case(launch, lambda: forward_error(arguments, result))
 
 
-def forward_scan_beside() -> Case:
-    """The scan kernel as it runs beside the prepare kernel, which is simulated first: on three of four multiprocessors,
-    each of its programs with two chunks."""
-    arguments = _problem(num_value_heads=1)
-    prepared, result = _with_nan(kernel_prepare.allocate_beside(arguments)), _result(arguments)
-    placement = Placement(num_staying=3, num_scan_sms=1, num_sms=4)
-    simulate(kernel_prepare.launch(arguments, prepared, torch.full_like(arguments.v, float("nan")), placement))
-    launch = kernel_forward_scan.launch(arguments, prepared, result, block_v=64)
-    return Case(launch, lambda: forward_error(arguments, result))
-
-
 KERNELS: dict[str, Callable[[], Case]] = {
     "prepare": prepare,
     "prepare-gated": prepare_gated,
     "forward-roles": forward_roles,
     "forward-scan": forward_scan,
     "forward-scan-128": functools.partial(forward_scan, 128),
-    "forward-scan-beside": forward_scan_beside,
 }
 
 
@@ -178,7 +165,7 @@ def _prepared(arguments: ForwardArguments, allocate: Callable[[ForwardArguments]
 
 def _with_nan(prepared: Prepared) -> Prepared:
     for x in vars(prepared).values():
-        if torch.is_tensor(x) and x.is_floating_point():
+        if torch.is_tensor(x):
             x.fill_(float("nan"))
     return prepared
 
